@@ -25,6 +25,7 @@ import torch
 
 from torch_mpk.builds import timing
 from torch_mpk.builds.dry_run import is_dry_run
+from torch_mpk.capture.bitsandbytes_linears import keep_words
 from torch_mpk.capture.packed_linears import keep_packed
 from torch_mpk.config import Options, env
 from torch_mpk.dispatch.admission import takes_prompts
@@ -150,6 +151,7 @@ def generate(
     """
     model = plain_model(model)
     keep_packed(model)
+    keep_words(model)
     check_tensors(model, input_ids, attention_mask)
     check_streamer(streamer)
     given = {

@@ -31,17 +31,13 @@ GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
 def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, storage: torch.dtype = E4M3,
          scale: torch.dtype = torch.float32, x_scale: float = 0, bias: bool = False, packed: int = 1,
          zero: torch.dtype | None = None, apart: bool = False, bias_dtype: torch.dtype | None = None,
-         grouped: bool = False, **attrs: int) -> Call:  # fmt: skip
+         grouped: bool = False, coded: bool = False, **attrs: int) -> Call:  # fmt: skip
     x = (torch.randn(rows, k) * 10 ** (2 * torch.rand(rows, 1) - 1)).to(dtype)
     stored = [n // 8, k] if storage == torch.int32 and packed == 1 else [n, k // packed]
     weight = torch.randn(n, k).to(E4M3) if storage == E4M3 else random_bits(stored, storage)
     sizes = [-(-size // (attrs[name] or size)) for name, size in (("block_rows", n), ("block_columns", k))]
-    operands = [
-        x,
-        weight,
-        (torch.rand(sizes) + 0.1).to(scale),
-        torch.randn(n).to(bias_dtype or dtype) if bias else None,
-    ]
+    scales = random_bits(sizes, scale) if scale == torch.uint8 else (torch.rand(sizes) + 0.1).to(scale)
+    operands = [x, weight, scales, torch.randn(n).to(bias_dtype or dtype) if bias else None]
     operands.append(torch.tensor([x_scale]) if x_scale else None)
     if zero is not None:
         shape = [-(-sizes[0] // 8), sizes[1]] if zero == torch.int32 else sizes
@@ -49,6 +45,11 @@ def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, stor
     else:
         operands.append(None)
     operands.append(torch.randint(0, sizes[1], [k], dtype=torch.int32) if grouped else None)
+    operands.append(torch.randn(16) if coded else None)
+    if scale == torch.uint8:
+        operands += [torch.rand(256), torch.rand(-(-scales.numel() // attrs["scale_block"])), torch.rand(1)]
+    else:
+        operands += [None] * 3
     if apart:
         operands[1:3] = [t.T.contiguous().T for t in (weight, operands[2])]
     return Call(quantized_linear, operands, quantized_linear.bind_attrs(attrs))
@@ -135,6 +136,18 @@ def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
                 2, 24, 256, storage=torch.int32, zero=torch.int32, apart=True, grouped=True, **(GROUPS | {"packed": 8})
             ),
             call(3, 21, 96, storage=torch.uint8, dtype=torch.float32, grouped=True, **(GROUPS | {"block_columns": 32})),
+            call(2, 24, 256, storage=torch.uint8, coded=True, **(GROUPS | {"block_columns": 64})),
+            call(
+                2,
+                24,
+                256,
+                storage=torch.uint8,
+                coded=True,
+                bias=True,
+                scale=torch.uint8,
+                scale_block=16,
+                **(GROUPS | {"block_columns": 64}),
+            ),
             call(1, 16, 96, storage=torch.int32, bias=True, bias_dtype=torch.float16, **ROWS),
         ],
         arch,

@@ -32,6 +32,8 @@ class Format:
     zero: torch.dtype | None = None
     transposed: bool = False
     grouped: bool = False  # each column says its group
+    coded: bool = False  # numbers are looked up
+    scale_block: int = 0  # scales that share a scale
 
     @property
     def word_rows(self) -> int:
@@ -39,7 +41,8 @@ class Format:
 
     @property
     def attrs(self) -> dict[str, int]:
-        return {"block_rows": self.block_rows, "block_columns": self.block_columns, "x_columns": self.x_columns}
+        names = ("block_rows", "block_columns", "x_columns", "scale_block")
+        return {name: getattr(self, name) for name in names}
 
 
 FORMATS = {
@@ -55,6 +58,8 @@ FORMATS = {
     "columns in any order": Format(
         torch.int32, torch.float16, 1, 64, packed=8, zero=torch.int32, transposed=True, grouped=True
     ),
+    "numbers of a table": Format(torch.uint8, torch.float32, 1, 64, packed=2, coded=True),
+    "scales of scales": Format(torch.uint8, torch.uint8, 1, 64, packed=2, coded=True, scale_block=16),
     "rows of 4 bits": Format(torch.uint8, torch.float32, 1, 0, packed=2, zero=torch.uint8),
 }
 
@@ -70,7 +75,7 @@ def operands(shape: tuple[int, int, int], of: Format, dtype: torch.dtype) -> lis
     stored = [n // of.word_rows, k // of.packed]
     weight = (torch.randn(stored) * 2).to(E4M3) if of.storage == E4M3 else random_bits(stored, of.storage)
     sizes = [-(-size // (block or size)) for size, block in ((n, of.block_rows), (k, of.block_columns))]
-    scale = (torch.rand(sizes) + 0.1).to(of.scale)
+    scale = random_bits(sizes, of.scale) if of.scale_block else (torch.rand(sizes) + 0.1).to(of.scale)
     zero = None
     if of.zero is not None and of.zero.is_floating_point:
         zero = torch.randn(sizes).to(of.zero)
@@ -82,14 +87,18 @@ def operands(shape: tuple[int, int, int], of: Format, dtype: torch.dtype) -> lis
     given = torch.tensor([of.x_scale]) if of.x_scale else None
     x, bias = (torch.randn(rows, k) * 3).to(dtype), torch.randn(n).to(dtype)
     groups = torch.randint(0, sizes[1], [k], dtype=torch.int32) if of.grouped else None
-    return [x, weight, scale, bias, given, zero, groups]
+    code = torch.randn(16) if of.coded else None
+    of_scales: list[torch.Tensor | None] = [None] * 3
+    if of.scale_block:
+        of_scales = [torch.rand(256), torch.rand(-(-sizes[0] * sizes[1] // of.scale_block)), torch.rand(1)]
+    return [x, weight, scale, bias, given, zero, groups, code, *of_scales]
 
 
 def run(given: list[torch.Tensor | None], of: Format, isa: str) -> torch.Tensor:
     x, weight, *_ = given
     assert x is not None and weight is not None
     net = Net()
-    names = ("x", "weight", "weight_scale", "bias", "x_scale", "zero", "groups")
+    names = [operand.name for operand in quantized_linear.inputs]
     inputs = {name: net.input(t) for name, t in zip(names, given, strict=True) if t is not None}
     net.node("quantized_linear", of.attrs, **inputs, y=net.output(x.new_empty(len(x), len(weight) * of.word_rows)))
     return net.run(isa=isa)[0]
@@ -123,7 +132,7 @@ def test_the_definition_takes_a_large_weight_in_parts(name: str, monkeypatch: py
 def test_every_number_of_e4m3(isa: str) -> None:
     """NaN among them, which spoils its row alone; rows inside a larger matrix."""
     weight = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 5)[:, 3:70].view(E4M3)
-    given = [torch.eye(67)[:40], weight, torch.ones(16, 1), None, None, None, None]
+    given = [torch.eye(67)[:40], weight, torch.ones(16, 1), *[None] * 8]
     y = run(given, FORMATS["rows, int8"], isa)
     torch.testing.assert_close(y, weight.float()[:, :40].T.contiguous() + 0 * weight.float().sum(1), equal_nan=True)
 
@@ -178,14 +187,18 @@ def test_random_formats_and_shapes() -> None:
         x = given[0].float() if given[0] is not None else torch.empty(0)
         given[0] = quantise(x, of.x_columns).double() if of.x_columns else x.double()
         want = exact(given, replace(of, x_columns=0))
-        _, weight, scale, bias, _, zero, groups = given
+        _, weight, scale, bias, _, zero, groups, *tables = given
         assert bias is not None
         # Of what may cancel: numbers and zero points apart, where they are both there.
         parts = [
-            exact([torch.eye(k).double(), weight, scale, None, None, None, groups], replace(of, x_columns=0)).T.abs()
+            exact(
+                [torch.eye(k).double(), weight, scale, None, None, None, groups, *tables], replace(of, x_columns=0)
+            ).T.abs()
         ]
         if zero is not None:
-            whole = exact([torch.eye(k).double(), weight, scale, None, None, zero, groups], replace(of, x_columns=0)).T
+            whole = exact(
+                [torch.eye(k).double(), weight, scale, None, None, zero, groups, *tables], replace(of, x_columns=0)
+            ).T
             parts.append((whole - parts[0]).abs())
         sizes = given[0].abs() @ sum(parts).T + bias.double().abs()
         apart = (y - want).abs() / (want.abs() + 0.1 * sizes)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mpk
+from tests.models.bitsandbytes_linears import Linear4bit
 from tests.models.gptqmodel_linears import AwqTorchLinear, MarlinLinear, TorchLinear
 from tests.models.test_quantized import logits, random_model, relative_error
 from torch_mpk.errors import MpkWarning
@@ -72,6 +73,48 @@ def test_columns_in_an_order_that_no_flag_tells() -> None:
     others.desc_act = False
     assert error_of(in_order, torch.float32) < 1e-5
     assert error_of(others, torch.float32) < 1e-5
+
+
+def test_numbers_of_a_table() -> None:
+    """As bitsandbytes stores them, scales of scales among them, which more than a row shares."""
+    made = Model(
+        Linear4bit((128, 192)), Linear4bit((192, 320), nested=True), Linear4bit((320, 64), nested=True, block=32)
+    )
+    assert error_of(made, torch.float32, fallback="error") < 1e-5
+    made.layers[1].compute_dtype, made.layers[1].compute_type_is_set = torch.bfloat16, True
+    assert 1e-5 < error_of(made, torch.float32, fallback="error") < 0.01
+
+
+def test_tables_that_are_left_to_their_package() -> None:
+    made = [Linear4bit((96, 64)), Linear4bit((64, 64))]
+    made[1].weight.quant_state.packing_format_for_cpu = True
+    with pytest.warns(MpkWarning) as told:
+        assert error_of(Model(*made)) < 0.01
+    messages = [str(each.message) for each in told if "leaves linears" in str(each.message)]
+    assert len(messages) == 2
+    assert "its blocks of 64 are not whole in rows of 96 columns (the first is layers.0)" in messages[0]
+    assert "an eager call on this processor has written its words anew" in messages[1]
+
+
+@pytest.mark.slow
+def test_linears_of_bitsandbytes() -> None:
+    """Those of the package itself, in a model; what they stand for is computed by the package, too."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = random_model().bfloat16().eval()
+    dense = copy.deepcopy(model)
+    for name, linear in list(model.model.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            made = bnb.nn.Linear4bit(linear.in_features, linear.out_features, False, torch.bfloat16, True, "nf4")
+            options = {"requires_grad": False, "compress_statistics": True, "quant_type": "nf4", "module": made}
+            made.weight = bnb.nn.Params4bit(linear.weight.data, **options)
+            model.model.set_submodule(name, made.to("cpu").eval())
+            weight = bnb.functional.dequantize_4bit(made.weight.data, made.weight.quant_state)
+            dense.model.get_submodule(name).weight.data = weight
+    ids = torch.randint(128, (2, 3))
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    assert relative_error(logits(step, model.config, ids), logits(dense, model.config, ids)) < 0.02
+    assert torch_mpk.generate(model, ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 5)
+    assert not hasattr(made.weight.quant_state, "packing_format_for_cpu")
 
 
 def packed(folder: Path, symmetric: bool, group: int = 32, bits: int = 4) -> Any:

@@ -182,7 +182,11 @@ def nibbles(words, order):
     return torch.tensor(rows).flatten(0, 1)
 
 
-def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, block_rows, block_columns, x_columns):
+def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, code, scale_code, scale_scale, scale_offset,
+                     block_rows, block_columns, x_columns, scale_block):  # fmt: skip
+    if scale_code is not None:
+        places = torch.arange(weight_scale.numel()).view(weight_scale.shape)
+        weight_scale = scale_code[weight_scale.long()] * scale_scale[places // scale_block] + scale_offset
     order = list(range(8))
     if weight.dtype == torch.int32 and weight.shape[1] == x.shape[1]:
         order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -202,6 +206,8 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, block
     points = nibbles(zero, order) if zero is not None and zero.dtype == torch.int32 else zero
     middle = 8 if p < k and weight.dtype != torch.int8 and (zero is None or zero.is_floating_point()) else 0
     numbers = codes.float() - middle
+    if code is not None:
+        numbers = code[codes.unflatten(1, (-1, 2)).flip(2).flatten(1).long()]
     if zero is not None and not zero.is_floating_point():
         numbers = numbers - points[place[0][:, None], place[1]]
     matrix = numbers * weight_scale[place[0][:, None], place[1]].float()
@@ -214,9 +220,9 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, block
 def quantized_expert_linear(x, ids, weight, weight_scale, zero, **attrs):
     y = torch.zeros(*ids.shape, weight.shape[1])
     for e in range(len(weight)):
-        operands = weight[e], weight_scale[e], None, None, None if zero is None else zero[e], None
+        operands = weight[e], weight_scale[e], None, None, None if zero is None else zero[e], *[None] * 5
         rows = ids.flatten() == e  # in one product, whose sums have an order
-        y.flatten(0, 1)[rows] = quantized_linear(x.flatten(0, 1)[rows], *operands, **attrs)
+        y.flatten(0, 1)[rows] = quantized_linear(x.flatten(0, 1)[rows], *operands, **attrs, scale_block=0)
     return y
 
 

@@ -21,6 +21,8 @@ from torch_mpk.errors import UnsupportedError
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _MEMBER = re.compile(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']+)'\]")  # as Dynamo names them
 _ROOT = re.compile(r"^L\['(?:self|fn)'\]\.")
+# Classes of parameters that change operations, but not their ``data``, which is a strided tensor.
+_PLAIN_DATA = {"bitsandbytes.nn.modules.Params4bit"}
 _IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand)
 
 
@@ -29,6 +31,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     cls = type(tensor)
     if tensor.layout != torch.strided or not _dispatches_as_tensor(cls):
         return False
+    if _names(cls) in _PLAIN_DATA:
+        return True
     return cls is torch.Tensor or cls.__torch_function__ == torch._C._disabled_torch_function_impl
 
 
@@ -41,6 +45,16 @@ def is_foreign(value: Any) -> bool:
         return False
     is_contagious = _dispatches_as_tensor(type(value)) and not isinstance(value, torch.nn.Parameter)
     return not is_plain(value) and not (is_contagious and value.layout == torch.strided)
+
+
+def _names(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_read_otherwise(node: fx.Node, value: Any) -> bool:
+    """Whether calls of a graph take a parameter of ``_PLAIN_DATA`` itself, and so its class's operations."""
+    as_data = getattr(torch._C._autograd, "_get_data_attr", None)
+    return _names(type(value)) in _PLAIN_DATA and any(user.target not in (as_data, "output") for user in node.users)
 
 
 def _dispatches_as_tensor(cls: type) -> bool:
@@ -120,7 +134,7 @@ def foreign_calls(graph: fx.Graph, inputs: Sequence[Any], sources: Sequence[str]
     reasons: dict[fx.Node, str] = {}  # of such values
     calls: dict[fx.Node, str] = {}
     for node, value, source in zip(graph.find_nodes(op="placeholder"), inputs, sources, strict=True):
-        if is_foreign(value):
+        if is_foreign(value) or _is_read_otherwise(node, value):
             reasons[node] = _reason(value, path_of(source))
     for node in graph.nodes if reasons else ():
         why = next((reasons[arg] for arg in node.all_input_nodes if arg in reasons), None)
@@ -136,7 +150,7 @@ def foreign_calls(graph: fx.Graph, inputs: Sequence[Any], sources: Sequence[str]
 
 
 def _reason(value: Any, path: str) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = _names(type(value))
     if not isinstance(value, torch.Tensor):
         return f"{path} is of class {kind}, neither a tensor nor a number"
     if value.layout != torch.strided:

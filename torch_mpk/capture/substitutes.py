@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from torch_mpk.capture import fp8_experts, gptqmodel_linears, packed_linears, quantized_inputs, quantized_modules
+from torch_mpk.capture import (
+    bitsandbytes_linears,
+    fp8_experts,
+    gptqmodel_linears,
+    packed_linears,
+    quantized_inputs,
+    quantized_modules,
+)
 from torch_mpk.capture.expert_loops import replace_loops
 
 
@@ -112,11 +119,6 @@ def _substitute_int4(module: Any) -> None:
     tensor.implements(torch.ops.aten.linear.default)(linear)
 
 
-def _leave_bitsandbytes(module: Any) -> None:
-    quantized_modules.leave(module, ["Linear8bitLt"], "which columns it multiplies in 8 bits depends on the data")
-    quantized_modules.leave(module, ["Linear4bit"], "numbers of 4 bits that are looked up in a table are not known")
-
-
 def _left(*names: str) -> Callable[[Any], None]:
     return functools.partial(quantized_modules.leave, names=names, why="its format is not known")
 
@@ -128,7 +130,7 @@ _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.moe": replace_loops,
     "gptqmodel.nn_modules.qlinear": gptqmodel_linears.take_linears,
     "compressed_tensors.compressors.model_compressors.model_compressor": packed_linears.take_compressor,
-    "bitsandbytes.nn.modules": _leave_bitsandbytes,
+    "bitsandbytes.nn.modules": bitsandbytes_linears.take_linears,
     "torchao.quantization.quantize_.workflows.int4.int4_tensor": _substitute_int4,
     "hqq.core.quantize": _left("HQQLinear"),
     "optimum.quanto.nn.qlinear": _left("QLinear"),

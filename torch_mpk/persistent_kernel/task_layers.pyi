@@ -447,10 +447,16 @@ class TaskLayers:
         bias: GlobalTensor | None = ...,
         x_scale: GlobalTensor | None = ...,
         zero: GlobalTensor | None = ...,
+        groups: GlobalTensor | None = ...,
+        code: GlobalTensor | None = ...,
+        scale_code: GlobalTensor | None = ...,
+        scale_scale: GlobalTensor | None = ...,
+        scale_offset: GlobalTensor | None = ...,
         y: GlobalTensor | None = ...,
         block_rows: int,
         block_columns: int,
         x_columns: int = ...,
+        scale_block: int = ...,
         grid_dim: Dim3 = ...,
         block_dim: Dim3 = ...,
     ) -> GlobalTensor: ...
@@ -467,9 +473,15 @@ class TaskLayers:
         bias: GlobalTensor | None = ...,
         x_scale: GlobalTensor | None = ...,
         zero: GlobalTensor | None = ...,
+        groups: GlobalTensor | None = ...,
+        code: GlobalTensor | None = ...,
+        scale_code: GlobalTensor | None = ...,
+        scale_scale: GlobalTensor | None = ...,
+        scale_offset: GlobalTensor | None = ...,
         block_rows: int,
         block_columns: int,
         x_columns: int = ...,
+        scale_block: int = ...,
     ) -> GlobalTensor: ...
     @overload
     def rms_norm_layer(

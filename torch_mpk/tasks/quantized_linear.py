@@ -21,17 +21,19 @@ LEAST_SCALE = 1e-12
 MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full precision at a time
 
 
-_FP8 = {"weight": E4M3, "weight_scale": torch.float32, "x_scale": None, "zero": None, "groups": None}
-_WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.int32, "x_scale": None, "groups": None,
+_NO_TABLES = dict.fromkeys(("groups", "code", "scale_code", "scale_scale", "scale_offset"))
+_FP8 = {"weight": E4M3, "weight_scale": torch.float32, "x_scale": None, "zero": None, **_NO_TABLES}
+_WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.int32, "x_scale": None, **_NO_TABLES,
           "bias": None, "K": 96, "A": 24, "B": 3, "Z": 3, "block_rows": 1, "block_columns": 32}  # fmt: skip
 
 
 @task(
     "x[R, K], weight[W, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]?, "
-    "groups[K]?: int32 < B -> y[R, N]",
+    "groups[K]?: int32 < B, code[C]?: float32, scale_code[D]?: float32, scale_scale[S]?: float32, "
+    "scale_offset[O]?: float32 -> y[R, N]",
     role="stream",
     traits=StreamTraits(
-        loaded=("weight", "weight_scale", "zero", "groups"),
+        loaded=("weight", "weight_scale", "zero", "groups", "code", "scale_code", "scale_scale", "scale_offset"),
         staged=("x",),
         whole=("x",),
         takes_rows=("x",),
@@ -56,6 +58,9 @@ _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.in
         {"R": 3, "N": 24, "W": 24, "P": 12, **_WORDS},
         {"R": 3, "N": 24, "W": 3, "P": 96, **_WORDS},
         {"R": 2, "N": 24, "W": 24, "P": 12, **_WORDS, "groups": torch.int32},
+        {"R": 2, "K": 128, "N": 24, "W": 24, "P": 64, "A": 24, "B": 2, "C": 16, "D": 256, "S": 3, "O": 1,
+         "weight": torch.uint8, "weight_scale": torch.uint8, "x_scale": None, "zero": None, "groups": None,
+         "block_rows": 1, "block_columns": 64, "scale_block": 16},
     ],
 )  # fmt: skip
 def quantized_linear(
@@ -66,10 +71,15 @@ def quantized_linear(
     x_scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
+    code: torch.Tensor | None = None,
+    scale_code: torch.Tensor | None = None,
+    scale_scale: torch.Tensor | None = None,
+    scale_offset: torch.Tensor | None = None,
     *,
     block_rows: int,
     block_columns: int,
     x_columns: int = 0,
+    scale_block: int = 0,
 ) -> torch.Tensor:
     """``x @ w.T + bias``, where ``w[n, k] = number[n, k] * weight_scale[n // block_rows, k // block_columns]``.
 
@@ -88,6 +98,11 @@ def quantized_linear(
     ``groups`` says which block of columns each column belongs to, in place of ``k // block_columns``, as GPTQ has it
     with act-order. x is not quantised then.
 
+    ``code`` has 16 numbers, which those of uint8 are looked up in, as bitsandbytes has them; the first of two stands in
+    the high bits. Scales may be uint8, too, with all three of ``scale_code``, of 256 numbers, ``scale_scale`` and
+    ``scale_offset``, of one: ``scale_code[byte] * scale_scale[p // scale_block] + scale_offset``, for the scale at
+    place p in row-major order.
+
     With ``x_columns``, x is quantised, too: each row, in blocks of so many columns (-1: all of them), is divided by its
     scale s, the block's largest magnitude over 448, at least 1e-12, rounded to float8_e4m3fn, and multiplied by s
     again. With ``x_scale``, that is s for all of x, and what exceeds 448 then is 448. Sums are in fp32, or in fp64
@@ -98,8 +113,12 @@ def quantized_linear(
     check_format("quantized_linear", x.shape[1], weight, weight_scale, zero, block_rows, block_columns)
     if x_scale is not None:
         x_columns = -1
-    if groups is not None and x_columns:
-        raise TaskError("quantized_linear: x is quantised in blocks of columns, which groups has in another order")
+    _check_tables(weight, weight_scale, zero, groups, code, (scale_code, scale_scale, scale_offset), scale_block)
+    if scale_code is not None:
+        assert scale_scale is not None and scale_offset is not None
+        weight_scale = _nested(weight_scale, scale_code, scale_scale, scale_offset, scale_block)
+    if x_columns and (groups is not None or code is not None):
+        raise TaskError("quantized_linear: x is quantised, which it is not beside groups or code")
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = quantise(x.to(computed), x_columns, x_scale) if x_columns else x.to(computed)
     bias = None if bias is None else bias.to(computed)
@@ -110,14 +129,18 @@ def quantized_linear(
     step = block_rows * word
     height = max(MOST_ELEMENTS // max(x.shape[1], 1) // step, 1) * step
     if rows_of_weight <= height:
-        matrix = dequantised(weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets, groups)
+        matrix = dequantised(
+            weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets, groups, code
+        )
         return F.linear(rows, matrix, bias).to(x.dtype)
     products = []
     for first in range(0, rows_of_weight, height):  # a whole number of blocks, and of words, at a time
         part = weight[first // word : (first + height) // word]
         blocks = slice(first // block_rows, (first + height) // block_rows)
         own = None if offsets is None else offsets[blocks]
-        matrix = dequantised(part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own, groups)
+        matrix = dequantised(
+            part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own, groups, code
+        )
         products.append(F.linear(rows, matrix))
     y = torch.cat(products, -1)
     return (y if bias is None else y + bias).to(x.dtype)
@@ -144,10 +167,11 @@ def dequantised(
     columns: int | None = None,
     offsets: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
+    code: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The matrix that weight and scale stand for.
 
-    ``offsets``: what is added to each block; ``groups``: the block of each column.
+    ``offsets``: what is added to each block; ``groups``: the block of each column; ``code``: the numbers of codes.
     """
     columns = weight.shape[1] if columns is None else columns
     shape = len(weight) * _word_rows(weight, columns), columns
@@ -158,7 +182,7 @@ def dequantised(
             return each.index_select(1, groups)
         return each.repeat_interleave(block_columns, 1)[:, : shape[1]] if block_columns > 1 else each
 
-    matrix = _numbers(weight, columns).to(dtype) * spread(scale)
+    matrix = _numbers(weight, columns, code).to(dtype) * spread(scale)
     return matrix if offsets is None else matrix + spread(offsets)
 
 
@@ -167,7 +191,9 @@ def _word_rows(weight: torch.Tensor, columns: int) -> int:
     return len(PLACES) if weight.dtype == torch.int32 and weight.shape[-1] == columns else 1
 
 
-def _numbers(weight: torch.Tensor, columns: int) -> torch.Tensor:
+def _numbers(weight: torch.Tensor, columns: int, code: torch.Tensor | None) -> torch.Tensor:
+    if code is not None:
+        return code[_nibbles(weight, 1, (1, 0))]
     if _word_rows(weight, columns) > 1:
         return _nibbles(weight, 0, PLACES) - _OFFSET[weight.dtype]
     if weight.shape[1] == columns:
@@ -183,6 +209,13 @@ def _nibbles(packed: torch.Tensor, dim: int, places: Sequence[int]) -> torch.Ten
     return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
+def _nested(
+    scale: torch.Tensor, code: torch.Tensor, scale_of_scale: torch.Tensor, offset: torch.Tensor, block: int
+) -> torch.Tensor:
+    own = scale_of_scale.repeat_interleave(block)[: scale.numel()].view(scale.shape)
+    return code[scale.int()] * own + offset
+
+
 def _offsets(
     zero: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -194,6 +227,29 @@ def _offsets(
         points = _nibbles(zero, 0, PLACES if has_word_rows else range(8))[: len(scale)]
     middle = _OFFSET.get(weight.dtype, 0) if weight.shape[1] != columns or has_word_rows else 0
     return (middle - points.to(dtype)) * scale.to(dtype)
+
+
+def _check_tables(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    code: torch.Tensor | None,
+    of_scales: Sequence[torch.Tensor | None],
+    scale_block: int,
+) -> None:
+    if code is not None and (weight.dtype != torch.uint8 or zero is not None or groups is not None or len(code) != 16):
+        raise TaskError(
+            f"quantized_linear: code has {len(code)} numbers beside {weight.dtype} weights, expected 16, and uint8 "
+            "weights without zero or groups"
+        )
+    given = [len(table) for table in of_scales if table is not None]
+    expected = [256, -(-scale.numel() // max(scale_block, 1)), 1] if scale.dtype == torch.uint8 else []
+    if given != expected or (given and scale_block < 1):
+        raise TaskError(
+            f"quantized_linear: scale_code, scale_scale and scale_offset have sizes {given} beside scales of "
+            f"{scale.dtype} in blocks of {scale_block}, expected {expected}"
+        )
 
 
 def check_format(

@@ -41,7 +41,7 @@ class QuantizedProducts : public Kernel {
     if (dtype_ == DType::kF64) fail(node, "x is float64, expected float32, float16 or bfloat16");
     float_dtype(node, y, &x);
     if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
-    for (const Operand* o : {&x, bias, node.find("groups"), &y})
+    for (const Operand* o : {&x, bias, &y})
       if (o != nullptr) require_inner_stride(node, *o);
     is_gathered_ = weight.tensor.strides.back() != 1 || format_.has_word_rows();
     weight_ = stacked(weight.tensor), scale_ = stacked(scale.tensor);
@@ -50,11 +50,17 @@ class QuantizedProducts : public Kernel {
     if (zero != nullptr) zero_ = stacked(zero->tensor), zero_dtype_ = zero->tensor.dtype;
     num_weight_rows_ = format_.rows;
     depth_ = std::max<int64_t>(format_.columns, 1);
-    run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
+    run_ = is_wide() ? depth_ : std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
     pitch_ = microkernels.quantized_pitch(run_);
-    blocks_ = format_.has_groups ? format_.scale_columns() : runs_;
+    blocks_ = is_wide() ? format_.scale_columns() : runs_;
     offsets_pitch_ = format_.has_zero() ? round_up(blocks_, kOffsetsStep) : 0;
-    if (format_.has_groups) groups_ = Place(node.operand("groups").tensor);
+    const auto place = [&](const char* name) {
+      const Operand* operand = node.find(name);
+      if (operand != nullptr) require_inner_stride(node, *operand);
+      return operand == nullptr ? Place() : Place(operand->tensor);
+    };
+    groups_ = place("groups"), code_ = place("code");
+    scale_code_ = place("scale_code"), scale_scale_ = place("scale_scale"), scale_offset_ = place("scale_offset");
     product_ = product_of(format_, microkernels);
     block_ = std::min<int64_t>(most_rows, kLinearRowBlock);
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
@@ -157,7 +163,17 @@ class QuantizedProducts : public Kernel {
   }
 
   // Of a run's scales, or of a group's.
-  int64_t column_of(int64_t run) const { return format_.has_groups ? run : run * run_ / format_.block_columns; }
+  int64_t column_of(int64_t run) const { return is_wide() ? run : run * run_ / format_.block_columns; }
+
+  float scale_at(const Frame& frame, int64_t matrix, int64_t row, int64_t column) const {
+    const uint8_t* scale = scale_.at(frame, matrix, row, column);
+    if (!format_.has_nested_scales()) return float_of(format_.scale_dtype, scale, microkernels_);
+    const int64_t own = (row * format_.scale_columns() + column) / format_.scale_block;
+    return floats(frame, scale_code_)[*scale] * floats(frame, scale_scale_)[own] + *floats(frame, scale_offset_);
+  }
+  static const float* floats(const Frame& frame, const Place& place) {
+    return reinterpret_cast<const float*>(place.at(frame));
+  }
 
   void find_factors(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, float* factors) const {
     for (int64_t n = begin; n < end; n++) {
@@ -167,8 +183,7 @@ class QuantizedProducts : public Kernel {
         continue;
       }
       for (int64_t run = 0; run < blocks_; run++)
-        own[run] = float_of(format_.scale_dtype, scale_.at(frame, matrix, n / format_.block_rows, column_of(run)),
-                            microkernels_);
+        own[run] = scale_at(frame, matrix, n / format_.block_rows, column_of(run));
     }
   }
 
@@ -247,10 +262,9 @@ class QuantizedProducts : public Kernel {
   }
 
   // Whether rows of weights become float32 before the product.
-  bool is_wide() const { return format_.has_groups; }
+  bool is_wide() const { return format_.has_groups || format_.has_code; }
 
   void multiply_wide(const Frame& frame, const QuantizedArgs& args, float* wide) const {
-    const auto* groups = reinterpret_cast<const int32_t*>(groups_.at(frame));
     const int64_t row_bytes = depth_ * static_cast<int64_t>(sizeof(float));
     LinearArgs own = {};
     own.x = reinterpret_cast<const uint8_t*>(args.x), own.x_stride = pitch_ * static_cast<int64_t>(sizeof(float));
@@ -260,25 +274,42 @@ class QuantizedProducts : public Kernel {
     own.scratch = reinterpret_cast<uint8_t*>(wide) + bytes_of(kWideRows * depth_);
     for (int64_t n = args.begin; n < args.end; n += kWideRows) {
       own.end = std::min(kWideRows, args.end - n);
-      for (int64_t i = 0; i < own.end; i++) widen(args, n + i, groups, wide + i * depth_);
+      for (int64_t i = 0; i < own.end; i++) widen(frame, args, n + i, wide + i * depth_);
       own.y = reinterpret_cast<uint8_t*>(args.sums + n - args.begin);
       microkernels_.linear[static_cast<int>(DType::kF32)](own);
     }
   }
 
-  // A row of weights whose columns each say their group; NaN where there is none of that number.
-  void widen(const QuantizedArgs& args, int64_t n, const int32_t* groups, float* row) const {
+  // A row of weights; NaN where a column's group has a number that there is not.
+  void widen(const Frame& frame, const QuantizedArgs& args, int64_t n, float* row) const {
     const uint8_t* bytes = args.weight + n * args.weight_stride;
     const float* factors = args.weight_factors + (n - args.begin) * blocks_;
     const float* offsets = args.offsets == nullptr ? nullptr : args.offsets + (n - args.begin) * offsets_pitch_;
-    for (int64_t k = 0; k < format_.columns; k++) {
-      const int code = bytes[k / 2] >> k % 2 * 4 & 15, middle = WeightFormat::kMiddle;
-      const auto number = static_cast<float>((format_.has_middle() ? code : code ^ middle) - middle);
-      const uint32_t group = groups[k];
-      row[k] = group >= blocks_     ? std::numeric_limits<float>::quiet_NaN()
-               : offsets == nullptr ? number * factors[group]
-                                    : number * factors[group] + offsets[group];
+    float numbers[WeightFormat::kCodes];
+    find_numbers(frame, numbers);
+    const int of_first = format_.has_code ? 4 : 0;  // bits below the first of two numbers
+    for (int64_t k = 0; k < format_.columns; k++) row[k] = numbers[bytes[k / 2] >> (k % 2 * 4 ^ of_first) & 15];
+    const auto scale = [&](int64_t k, int64_t group) {
+      row[k] = row[k] * factors[group] + (offsets == nullptr ? 0 : offsets[group]);
+    };
+    if (!format_.has_groups) {
+      for (int64_t group = 0, k = 0; group < blocks_; group++)
+        for (const int64_t end = std::min(k + format_.block_columns, format_.columns); k < end; k++) scale(k, group);
+      return;
     }
+    const auto* groups = reinterpret_cast<const int32_t*>(groups_.at(frame));
+    for (int64_t k = 0; k < format_.columns; k++) {
+      const uint32_t group = groups[k];
+      group < blocks_ ? scale(k, group) : static_cast<void>(row[k] = std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+
+  // Of all codes of 4 bits.
+  void find_numbers(const Frame& frame, float (&numbers)[WeightFormat::kCodes]) const {
+    constexpr int kMiddle = WeightFormat::kMiddle;
+    for (int code = 0; code < WeightFormat::kCodes; code++)
+      numbers[code] = format_.has_code ? floats(frame, code_)[code]
+                                       : static_cast<float>((format_.has_middle() ? code : code ^ kMiddle) - kMiddle);
   }
 
   static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {
@@ -302,7 +333,7 @@ class QuantizedProducts : public Kernel {
   DType bias_dtype_ = DType::kF32;
   Microkernels::Quantized product_;
   View weight_, scale_, zero_;
-  Place bias_, x_scale_, groups_;
+  Place bias_, x_scale_, groups_, code_, scale_code_, scale_scale_, scale_offset_;
   DType zero_dtype_ = DType::kF32;
   bool is_gathered_;
   int64_t offsets_pitch_, blocks_;  // the latter: scales of a row

@@ -19,7 +19,8 @@ std::optional<std::string> refuses_weights(const Schedule& schedule, const Job& 
       return "weights of one job are scaled in different blocks";
     if (mine.packed != first.packed || mine.word_rows != first.word_rows)
       return "weights of one job are packed in different ways";
-    for (const char* name : {"weight", "weight_scale", "zero", "groups"})
+    for (const char* name :
+         {"weight", "weight_scale", "zero", "groups", "code", "scale_code", "scale_scale", "scale_offset"})
       if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
         return "the launch writes a " + std::string(name);
   }

@@ -13,6 +13,7 @@ inline std::string format_members(const WeightFormat& format) {
   return constant("kWeightBits", format.bits()) + constant("kWordRows", format.word_rows) +
          flag("kIsE4M3", format.storage == DType::kE4M3) + flag("kHasMiddle", format.has_middle()) +
          constant("kZero", static_cast<int64_t>(format.zero)) + flag("kHasGroups", format.has_groups) +
+         flag("kHasCode", format.has_code) + flag("kNestedScales", format.has_nested_scales()) +
          constant("kXScaleColumns", format.x_columns);
 }
 

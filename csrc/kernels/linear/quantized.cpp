@@ -29,7 +29,7 @@ std::optional<std::string> refuses_operands(const Node& node) {
   const Operand& x = node.operand("x");
   if (auto why = refuses_row_dtype(x)) return why;
   if (auto why = refuses_dtype(node.operands.back(), x.tensor.dtype)) return why;
-  for (const char* name : {"x", "bias", "groups", "y"})
+  for (const char* name : {"x", "bias", "groups", "code", "scale_code", "scale_scale", "y"})
     if (const Operand* operand = node.find(name))
       if (auto why = refuses_inner_stride(*operand)) return why;
   return WeightFormat::refuses(node);
@@ -218,8 +218,8 @@ class RowsWriter : public QuantizedWriter {
 bool has_whole_blocks(const WeightFormat& f) {
   const bool are_columns = f.block_columns % kStepColumns == 0 || f.block_columns == 64 || f.block_columns == 32;
   const bool are_rows = f.block_rows == 1 || f.block_rows % kBlockRows == 0 || f.block_rows >= f.rows;
-  return !f.has_word_rows() && !f.has_groups && f.row_bytes() % kLineBytes == 0 &&
-         (f.scales_rows() || (are_columns && are_rows)) &&
+  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.has_nested_scales() &&
+         f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
          (!f.quantizes_x() || f.x_columns == kStepColumns || f.x_columns >= f.columns);
 }
 
@@ -326,20 +326,29 @@ class DirectWriter : public QuantizedWriter {
       const Tensor& weight = context_.node(n).operand("weight").tensor;
       pitches.push_back(str(weight.strides[1] * size_bytes(weight.dtype)));
     }
-    return QuantizedWriter::write_places() + write_groups() + constant("kRun", std::min(format_.run(), size_)) +
+    return QuantizedWriter::write_places() + write_tables() + constant("kRun", std::min(format_.run(), size_)) +
            weights_.members() + constant("kWordColumns", is_apart ? format_.packed : size_) +
            returning("int64_t", "word_pitch(int i)", is_apart ? choose("i", pitches) : "0");
   }
 
-  std::string write_groups() {
-    if (!format_.has_groups) return "";
+  // What single columns or scales look up.
+  std::string write_tables() {
+    using namespace codegen;
+    std::string text;
+    if (format_.has_groups) text += constant("kGroups", format_.scale_columns()) + write_table("int32_t", "groups");
+    if (format_.has_code) text += write_table("float", "code");
+    if (!format_.has_nested_scales()) return text;
+    text += constant("kRowScales", format_.scale_columns()) + constant("kScaleBlock", format_.scale_block);
+    for (const char* name : {"scale_code", "scale_scale", "scale_offset"}) text += write_table("float", name);
+    return text;
+  }
+  std::string write_table(const std::string& type, const std::string& name) {
     std::vector<std::string> places;
     for (int n : job_.body) {
       const Node& node = context_.node(n);
-      places.push_back(refs_.pointer(node, node.operand("groups").tensor));
+      places.push_back(refs_.pointer(node, node.operand(name).tensor));
     }
-    return codegen::constant("kGroups", format_.scale_columns()) +
-           codegen::returning("const int32_t*", "groups(const Job& job, int i)", codegen::choose("i", places));
+    return codegen::returning("const " + type + "*", name + "(const Job& job, int i)", codegen::choose("i", places));
   }
 
   codegen::WeightsInPlace weights_;

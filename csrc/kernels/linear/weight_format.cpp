@@ -43,6 +43,8 @@ WeightFormat WeightFormat::of(const Node& node) {
           x_columns < 0 || x_columns > columns ? std::max<int64_t>(columns, 1) : x_columns,
           has_static_x,
           node.find("groups") != nullptr,
+          node.find("code") != nullptr,
+          node.find("scale_code") == nullptr ? 0 : std::min(node.int_attr("scale_block"), scale.numel()),
           zero == nullptr ? ZeroKind::kNone : zero_kind(zero->tensor.dtype),
           zero != nullptr && is_float(zero->tensor.dtype) ? size_bytes(zero->tensor.dtype) : 0};
 }
@@ -52,6 +54,7 @@ std::optional<std::string> WeightFormat::refuses(const Node& node) {
   if (auto why = f.refuses_storage(node)) return why;
   if (auto why = f.refuses_scales(node)) return why;
   if (auto why = f.refuses_groups(node)) return why;
+  if (auto why = f.refuses_tables(node)) return why;
   if (f.has_static_x && node.operand("x_scale").tensor.dtype != DType::kF32) return "x_scale is not float32";
   if (f.bits() == 4 && f.run() % 2 != 0 && f.run() < f.columns)
     return "blocks of " + str(f.run()) + " columns part the two numbers of a byte";
@@ -87,7 +90,7 @@ std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const 
             str(block_columns);
     return why;
   };
-  if (!is_scale(scale_dtype))
+  if (!is_scale(scale_dtype) && !(has_nested_scales() && scale_dtype == DType::kU8))
     return "weight_scale is " + std::string(info(scale_dtype).name) +
            ", expected float32, bfloat16, float16 or float8_e8m0fnu";
   if (auto why = differs("weight_scale", scale, scale_rows())) return why;
@@ -107,6 +110,26 @@ std::optional<std::string> WeightFormat::refuses_groups(const Node& node) const 
   return std::nullopt;
 }
 
+std::optional<std::string> WeightFormat::refuses_tables(const Node& node) const {
+  const auto differs = [&](const char* name, int64_t size) {
+    const Operand* table = node.find(name);
+    std::optional<std::string> why;
+    if (table == nullptr || table->tensor.dtype != DType::kF32 || table->tensor.numel() != size)
+      why = std::string(name) + " is no float32 tensor of " + str(size) + " elements";
+    return why;
+  };
+  if (has_code) {
+    if (auto why = differs("code", kCodes)) return why;
+    if (storage != DType::kU8 || has_zero() || has_groups || quantizes_x())
+      return "code belongs to uint8 weights with scales alone";
+  }
+  if (node.find("scale_code") == nullptr) return std::nullopt;
+  if (!has_nested_scales() || scale_dtype != DType::kU8) return "scale_code belongs to uint8 scales in scale_blocks";
+  if (auto why = differs("scale_code", kScaleCodes)) return why;
+  if (auto why = differs("scale_offset", 1)) return why;
+  return differs("scale_scale", count(scale_rows() * scale_columns(), scale_block));
+}
+
 int64_t WeightFormat::run() const {
   if (has_groups) return std::max<int64_t>(columns, 1);
   return quantizes_x() ? std::min(x_columns, block_columns) : block_columns;
@@ -121,9 +144,12 @@ std::string WeightFormat::name() const {
                            : x_columns >= columns ? ", activations by row"
                                                   : ", activations by " + str(x_columns) + " columns";
   const std::string number = bits() == 4 ? "4 bits in " : "", points = has_zero() ? ", zero points" : "",
-                    order = has_groups ? ", columns in any order" : "";
+                    order = has_groups ? ", columns in any order" : "",
+                    table = has_code ? has_nested_scales() ? ", by a table, with scales of scales" : ", by a table"
+                            : has_nested_scales() ? ", with scales of scales"
+                                                  : "";
   const std::string words = has_word_rows() ? " of eight rows" : "";
-  return number + info(storage).name + words + ", " + of_scale + points + order + of_x;
+  return number + info(storage).name + words + ", " + of_scale + points + order + table + of_x;
 }
 
 }  // namespace mpk

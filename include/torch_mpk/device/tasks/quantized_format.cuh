@@ -13,8 +13,10 @@ inline constexpr int kNoZero = 0, kAddedZero = 1, kPackedPoints = 3;
 template <class V>
 concept QuantizedSizes = requires {
   // Of 8 bits, weights are e4m3, or else int8. Of 4 bits, they are 8 more than their numbers, or have a sign. Each row
-  // has one scale and nothing else, which V::finish applies. Each column says which group it belongs to.
-  requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kHasGroups, V::kGivenXScale>;
+  // has one scale and nothing else, which V::finish applies. Each column says which group it belongs to. Numbers are
+  // looked up in a table. Scales are bytes with scales of their own.
+  requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kHasGroups, V::kHasCode, V::kNestedScales,
+                     V::kGivenXScale>;
   // Columns of a scale of the weight, where it has several to a row; of a scale of x, 0 if x is not quantised.
   // Rows that a word has of 4-bit weights, and of zero points that are packed with them; 1: it has columns.
   requires Constants<int, V::kWeightBits, V::kWordRows, V::kZero, V::kScaleColumns, V::kXScaleColumns>;
@@ -89,11 +91,21 @@ MPK_DEVICE void fetch_block_scale(const Job& job, int which, uint32_t n, uint32_
 }
 
 template <class V>
+MPK_DEVICE float load_scale(const Job& job, int which, uint32_t row, uint32_t column) {
+  const auto scale = *place_of_scale<V>(job, which, row, column);
+  if constexpr (V::kNestedScales) {
+    const float own = V::scale_scale(job, which)[(row * V::kRowScales + column) / V::kScaleBlock];
+    return fmaf(V::scale_code(job, which)[scale], own, V::scale_offset(job, which)[0]);
+  } else {
+    return to_float(scale);
+  }
+}
+template <class V>
 MPK_DEVICE BlockScale<V> load_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
   using Block = BlockScale<V>;
   const uint32_t row = n / V::scale_rows(which);
   Block block;
-  block.scale = cast<typename Block::Scale>(to_float(*place_of_scale<V>(job, which, row, column)));
+  block.scale = cast<typename Block::Scale>(load_scale<V>(job, which, row, column));
   if constexpr (V::kZero != kNoZero) {
     const auto zero = *place_of_zero<V>(job, which, row, column);
     if constexpr (V::kZero == kAddedZero) {

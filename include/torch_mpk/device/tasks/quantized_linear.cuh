@@ -19,6 +19,17 @@ concept QuantizedVariant =
         requires Constants<int, V::kGroups>;
         { V::groups(job, i) } -> Same<const int32_t*>;
       };
+      // Numbers of all codes, of which the first of two stands in the high bits.
+      requires !V::kHasCode || requires {
+        { V::code(job, i) } -> Same<const float*>;
+      };
+      // Numbers of scales, by byte; for so many of them a scale of theirs; what is added to the products.
+      requires !V::kNestedScales || requires {
+        requires Constants<int, V::kRowScales, V::kScaleBlock>;
+        { V::scale_code(job, i) } -> Same<const float*>;
+        { V::scale_scale(job, i) } -> Same<const float*>;
+        { V::scale_offset(job, i) } -> Same<const float*>;
+      };
     };
 
 template <class V>
@@ -71,7 +82,11 @@ struct RowInPlace {
 
   MPK_DEVICE float number(int k) const {
     const uint8_t byte = row[k / V::kWordColumns * V::word_pitch(which) + k % V::kWordColumns * V::kWeightBits / 8];
-    return weight_of<V>(byte, V::kWordRows > 1 ? place : k);
+    if constexpr (V::kHasCode) {
+      return V::code(job, which)[byte >> (1 - k % 2) * 4 & 15];
+    } else {
+      return weight_of<V>(byte, V::kWordRows > 1 ? place : k);
+    }
   }
   // The weight of column k, whose group has any number; NaN if there is none of that number.
   MPK_DEVICE float of_group(int k) const {
