@@ -3,17 +3,25 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
 #include <vector>
 
 #include "torch_mpk/launch_times.h"
 
 namespace mpk {
 
-// Bytes of PhaseTimes[num_workers][num_phases] for each launch.
+// Bytes of PhaseTimes[num_workers][num_phases] for each launch, and behind them those of `waited`.
 inline std::vector<pybind11::bytes> as_bytes(const std::vector<LaunchTimes>& launches) {
   std::vector<pybind11::bytes> all;
-  for (const LaunchTimes& times : launches)
-    all.emplace_back(reinterpret_cast<const char*>(times.data()), times.size() * sizeof(PhaseTimes));
+  const auto append = [](std::string& bytes, const auto& items) {
+    bytes.append(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(items[0]));
+  };
+  for (const LaunchTimes& times : launches) {
+    std::string bytes;
+    append(bytes, times.phases);
+    append(bytes, times.waited);
+    all.emplace_back(bytes);
+  }
   return all;
 }
 

@@ -7,9 +7,11 @@ import gzip
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from torch_mpk.config import is_int
 from torch_mpk.errors import ArgumentError, ProfileError
@@ -44,7 +46,9 @@ class TaskTimes:
         us: microseconds of all of them.
         num_bytes: what their loaders bring, or where there is nothing to load, what the tasks read and write.
         parts: of one phase, "join": waiting for the worker's own warps; "wait": for earlier phases; "stage": loading
-            activations to shared memory, with the wait for those that are polled; "compute": the rest.
+            activations to shared memory, with the wait for those that are polled, and pushing them to other ranks;
+            "compute": the rest.
+        ranks: of one phase, microseconds of "compute" spent waiting for each other rank, by its number in the group.
     """
 
     tasks: str
@@ -52,6 +56,7 @@ class TaskTimes:
     us: float
     num_bytes: int
     parts: Mapping[str, Spread]
+    ranks: Mapping[int, Spread] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,8 @@ def record(run: Callable[[], object]) -> list[Recording]:
 def _recording(segment: CompiledSegment, launches: Sequence[bytes]) -> Recording:
     described: Any = segment.plan.kernel or segment.plan.schedule
     name = f"megakernel {segment.name}"
-    return Recording.read(name, segment.device, described.phase_names, described.phase_bytes, launches)
+    ranks = segment.executable.ranks
+    return Recording.read(name, segment.device, described.phase_names, described.phase_bytes, launches, ranks)
 
 
 def write(recordings: Sequence[Recording], path: Path, is_compressed: bool) -> None:
@@ -180,20 +186,26 @@ def write(recordings: Sequence[Recording], path: Path, is_compressed: bool) -> N
 def kernel_times(recording: Recording, speed: float | None) -> KernelTimes:
     """Totals by task; ``speed`` is what the device's memory delivers, in bytes a second, if that is known."""
     us = recording.durations().median(0).values / 1e3  # [worker, phase, part]
+    waited = recording.waited.double().median(0).values / 1e3  # [worker, phase, rank]
     groups: dict[str, list[int]] = {}
     for phase, name in enumerate(recording.phase_names):
         groups.setdefault(kinds_of(name), []).append(phase)
     num_bytes = recording.phase_bytes.median(0).values
     tasks = []
     for kinds, phases in groups.items():
-        means = us[:, phases].mean(1)  # [worker, part]
-        spreads = zip(*(values.tolist() for values in (means.mean(0), means.amin(0), means.amax(0))), strict=True)
-        parts = {part: Spread(*spread) for part, spread in zip(PARTS, spreads, strict=True)}
+        parts = dict(zip(PARTS, _spreads(us[:, phases].mean(1)), strict=True))
+        ranks = {rank: spread for rank, spread in enumerate(_spreads(waited[:, phases].mean(1))) if spread.most}
         total = float(us[:, phases].sum((1, 2)).mean())
-        tasks.append(TaskTimes(kinds, len(phases), total, int(num_bytes[phases].sum()), parts))
+        tasks.append(TaskTimes(kinds, len(phases), total, int(num_bytes[phases].sum()), parts, ranks))
     device = recording.device
     took = float((recording.ends - recording.begins).double().median()) / 1e3
     return KernelTimes(f"{recording.name} on {device}", len(recording.times), took, tasks, speed)
+
+
+def _spreads(times: torch.Tensor) -> list[Spread]:
+    """``times``: [workers, things]"""
+    columns = (values.tolist() for values in (times.mean(0), times.amin(0), times.amax(0)))
+    return [Spread(*spread) for spread in zip(*columns, strict=True)]
 
 
 def _short(number: float) -> str:
@@ -221,3 +233,9 @@ def _lines(kernel: KernelTimes) -> Iterator[str]:
         yield f"{name:{width}}{numbers}" + "".join(f"{task.parts[part]!s:>12}" for part in PARTS)
     totals = ((part, sum(task.num_phases * task.parts[part].mean for task in kernel.tasks)) for part in PARTS)
     yield "of a launch, us: " + ", ".join(f"{part} {total:.1f}" for part, total in totals)
+    waits = [(rank, spread, task) for task in kernel.tasks for rank, spread in task.ranks.items()]
+    for rank in sorted({rank for rank, *_ in waits}):
+        own = [(task.num_phases, spread) for other, spread, task in waits if other == rank]
+        mean, most = (sum(n * getattr(spread, which) for n, spread in own) for which in ("mean", "most"))
+        phases = sum(n for n, _ in own)
+        yield f"of compute: waiting for rank {rank} in {phases} phases {_short(mean)} ({_short(most)})"

@@ -73,7 +73,9 @@ Offsets place_state(const KernelContext& context, bool profiled, CudaProgram& pr
   program.control_bytes = program.stalls_offset + static_cast<int64_t>(sizeof(StallRecord)) * program.num_workers;
   if (profiled) {
     program.stamps_offset = program.control_bytes;
-    program.control_bytes += kLaunchesKept * launch_stamps_bytes(program.num_workers, program.num_phases);
+    program.control_bytes +=
+        kLaunchesKept * (launch_stamps_bytes(program.num_workers, program.num_phases) +
+                         rank_stamps_bytes(program.num_workers, program.num_phases, program.ranks));
   }
   return offsets;
 }

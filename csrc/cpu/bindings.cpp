@@ -157,7 +157,9 @@ void bind_cpu(py::module_& m) {
           "Record the times of workers' phases, from the next run on.")
       .def(
           "stop_recording", [](CpuExecutable& self) { return as_bytes(stop_recording(self)); },
-          "PhaseTimes[num_workers][num_phases] of each run since start_recording.")
+          "PhaseTimes[num_workers][num_phases] of each run since start_recording, and behind them, where ranks "
+          "exchange, "
+          "int64[num_workers][num_phases][ranks]: nanoseconds for which a worker has waited for each rank.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
       .def_property_readonly("scratch_is_intact", &CpuExecutable::scratch_is_intact,

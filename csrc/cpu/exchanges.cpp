@@ -22,6 +22,8 @@ constexpr int64_t kWordData = sizeof(uint32_t);
 
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free && std::atomic_ref<uint32_t>::is_always_lock_free);
 
+int64_t nanoseconds(Clock::duration time) { return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count(); }
+
 std::atomic_ref<uint32_t> abort_word(uint8_t* base, int rank) {
   return std::atomic_ref<uint32_t>(reinterpret_cast<uint32_t*>(base)[rank]);
 }
@@ -65,6 +67,7 @@ void Exchanges::push(int node, const uint8_t* data, int64_t bytes) {
       std::atomic_ref<uint64_t>(*to).store(high | part, std::memory_order_relaxed);
     }
   }
+  if (times_ != nullptr && times_->staged == 0) times_->staged = nanoseconds(Clock::now().time_since_epoch());
 }
 
 void Exchanges::take(const Node& node, int from, int64_t begin, int64_t end, uint8_t* data) {
@@ -95,9 +98,10 @@ void Exchanges::await(const uint64_t* word, uint32_t tag, const Node& node, int 
     for (int r = 0; r < ranks(); r++)
       if (abort_word(bases_[rank_], r).load(std::memory_order_relaxed) == kRankAborted)
         lost("rank " + std::to_string(r) + " has aborted");
-    const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
-    if (watchdog_ns_ != 0 && waited > watchdog_ns_) lost("it has not come for " + seconds(watchdog_ns_) + " s");
+    if (watchdog_ns_ != 0 && nanoseconds(Clock::now() - start) > watchdog_ns_)
+      lost("it has not come for " + seconds(watchdog_ns_) + " s");
   }
+  if (waited_ != nullptr) waited_[from] += nanoseconds(Clock::now() - start);
 }
 
 void Exchanges::abort() {

@@ -261,11 +261,11 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   const Frame frame{buffers_.data(), scalars_.data(), &divided_by_zero, exchanges_ ? &*exchanges_ : nullptr};
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
   if (!phases_.empty()) phases_.front().offer_shares(0, 1);
-  LaunchTimes times(recording_ ? num_threads_ * phases_.size() : 0);
-  const auto times_of = [&](int worker) { return recording_ ? times.data() + worker * phases_.size() : nullptr; };
+  std::optional<LaunchTimes> times;
+  if (recording_) times.emplace(num_threads_, phases_.size(), mailboxes_.ranks);
   try {
     parallel_run(num_workers, [&](int worker, SpinBarrier& barrier) {
-      work(frame, worker, num_workers, barrier, times_of(worker));
+      work(frame, worker, num_workers, barrier, times ? &*times : nullptr);
     });
   } catch (...) {
     for (const auto& kernel : kernels_) kernel->reset();
@@ -274,16 +274,20 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   }
   if (exchanges_) exchanges_->end_launch();
   if (divided_by_zero) throw std::runtime_error("ZeroDivisionError");  // eager's error
-  if (recording_) recorded_.push_back(std::move(times));
+  if (recording_) recorded_.push_back(std::move(*times));
 }
 
-// `times`: the worker's, for each phase; null if not recorded.
-void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier, PhaseTimes* times) {
+// `launch`: null if not recorded.
+void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBarrier& barrier, LaunchTimes* launch) {
   if (phases_.empty()) return;
+  PhaseTimes* times = launch == nullptr ? nullptr : launch->phases.data() + worker * phases_.size();
   if (times != nullptr) times[0].begin = times[0].joined = now_ns();
   for (size_t p = 0; p < phases_.size(); p++) {
     const PhasePlan& phase = phases_[p];
     if (times != nullptr) times[p].ready = now_ns();
+    if (exchanges_ && worker == 0)  // which alone exchanges
+      exchanges_->record(times == nullptr ? nullptr : times + p,
+                         times == nullptr ? nullptr : launch->waited.data() + p * mailboxes_.ranks);
     compute(frame, p, worker);
     if (times != nullptr && (phase.parallel() || worker == 0)) times[p].computed = now_ns();
     if (p + 1 == phases_.size()) return;  // the run's end is the last phase's barrier

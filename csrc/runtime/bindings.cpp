@@ -121,7 +121,8 @@ void bind_executable(py::module_& m) {
            "Record a profiled kernel's stamps, from the next launch on. Raises ValueError when it is not profiled.")
       .def(
           "stop_recording", [](CudaExecutable& e) { return as_bytes(stop_recording(e)); },
-          "Wait for all launches, and return PhaseTimes[num_workers][num_phases] of each since start_recording, in any "
+          "Wait for all launches, and return what CpuExecutable.stop_recording does of each since start_recording, in "
+          "any "
           "order.")
       .def(
           "control_address",

@@ -32,13 +32,12 @@ struct Axis {
   int64_t begin_ns;
   double ns_per_cycle;
 
-  int64_t operator()(int64_t cycles) const {
-    return begin_ns + std::llround(static_cast<double>(cycles) * ns_per_cycle);
-  }
+  int64_t duration(int64_t cycles) const { return std::llround(static_cast<double>(cycles) * ns_per_cycle); }
+  int64_t operator()(int64_t cycles) const { return begin_ns + duration(cycles); }
 };
 
-// `phases` and `loaders` are a worker's.
-void put_on_axis(const WorkerStamps& worker, const PhaseStamps* phases, const LoaderStamps* loaders,
+// `phases` and `loaders` are a worker's. Returns how to convert its cycles.
+Axis put_on_axis(const WorkerStamps& worker, const PhaseStamps* phases, const LoaderStamps* loaders,
                  std::span<PhaseTimes> times) {
   Unwrapped consumer(worker.begin), loader(worker.begin);
   const auto put = [](Unwrapped& cycles, int64_t& time, uint32_t stamp) { time = stamp == 0 ? 0 : cycles(stamp); };
@@ -63,6 +62,7 @@ void put_on_axis(const WorkerStamps& worker, const PhaseStamps* phases, const Lo
                                        &PhaseTimes::computed, &PhaseTimes::load_begin, &PhaseTimes::described,
                                        &PhaseTimes::waits, &PhaseTimes::awaited, &PhaseTimes::loaded})
       if (t.*time != 0) t.*time = axis(t.*time);
+  return axis;
 }
 
 // Launches are counted while the stream lives, so their number wraps.
@@ -101,7 +101,8 @@ void CudaExecutable::collect() {
   num_uncollected_ = 0;
   const auto num_phases = static_cast<int64_t>(phase_names_.size());
   const int64_t launch_bytes = launch_stamps_bytes(num_workers_, num_phases);
-  std::vector<uint8_t> bytes(kLaunchesKept * launch_bytes);
+  const int64_t rank_bytes = rank_stamps_bytes(num_workers_, num_phases, ranks_);
+  std::vector<uint8_t> bytes(kLaunchesKept * (launch_bytes + rank_bytes));
   for (Lane& lane : lanes_) {
     if (lane.capture) continue;
     driver_.check(driver_.memcpy_dtoh_async(bytes.data(), lane.memory + stamps_offset_, bytes.size(), service_stream_),
@@ -115,13 +116,17 @@ void CudaExecutable::collect() {
       const auto is_done = [&](const WorkerStamps& worker) { return worker.launch == number; };
       if (!is_after(number, before) || !std::all_of(workers, workers + num_workers_, is_done)) continue;
       if (is_after(number, lane.collected)) lane.collected = number;
-      LaunchTimes& times = recorded_.emplace_back(num_workers_ * num_phases);
+      const auto* waited =
+          reinterpret_cast<const uint32_t*>(bytes.data() + kLaunchesKept * launch_bytes + place * rank_bytes);
+      LaunchTimes& times = recorded_.emplace_back(num_workers_, num_phases, ranks_);
+      const auto waits = static_cast<int64_t>(times.waited.size()) / num_workers_;  // of a worker
       for (int w = 0; w < num_workers_; w++) {
         const auto* phases = reinterpret_cast<const PhaseStamps*>(launch + phase_stamps_offset(num_workers_));
         const auto* loaders =
             reinterpret_cast<const LoaderStamps*>(launch + loader_stamps_offset(num_workers_, num_phases));
-        put_on_axis(workers[w], phases + w * num_phases, loaders + w * num_phases,
-                    std::span(times).subspan(w * num_phases, num_phases));
+        const Axis axis = put_on_axis(workers[w], phases + w * num_phases, loaders + w * num_phases,
+                                      std::span(times.phases).subspan(w * num_phases, num_phases));
+        for (int64_t i = w * waits; i < (w + 1) * waits; i++) times.waited[i] = axis.duration(waited[i]);
       }
     }
   }

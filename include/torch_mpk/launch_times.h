@@ -11,7 +11,7 @@ struct PhaseTimes {
   int64_t begin;     // entered the phase
   int64_t joined;    // all of the worker had left the phase before
   int64_t ready;     // the awaited phases were over
-  int64_t staged;    // the first activations stood in shared memory
+  int64_t staged;    // the first activations stood in shared memory, or had been pushed to other ranks
   int64_t computed;  // was finished
   // The loader's times, see LoaderStamps.
   int64_t load_begin, described, waits, awaited, loaded;
@@ -19,6 +19,13 @@ struct PhaseTimes {
 };
 static_assert(sizeof(PhaseTimes) == 11 * sizeof(int64_t));  // as Python reads it
 
-using LaunchTimes = std::vector<PhaseTimes>;  // [num_workers][num_phases]
+struct LaunchTimes {
+  std::vector<PhaseTimes> phases;  // [num_workers][num_phases]
+  // Nanoseconds for which a worker has waited for each rank: [num_workers][num_phases][ranks]; none for a single rank.
+  std::vector<int64_t> waited;
+
+  LaunchTimes(int64_t num_workers, int64_t num_phases, int ranks)
+      : phases(num_workers * num_phases), waited(ranks > 1 ? num_workers * num_phases * ranks : 0) {}
+};
 
 }  // namespace mpk

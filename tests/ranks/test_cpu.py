@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.codegen.emulated_calls import allocate, relative_error, tensors
 from tests.ranks.step import graph_of, inputs_of, wanted
+from tests.runtime.traces import read_tracks
 from torch_mpk import _C
 from torch_mpk.errors import RankLostError
+from torch_mpk.profile import kernel_times, write
+from torch_mpk.runtime.timeline import Recording
 
 WATCHDOG_NS = 3 * 10**8
+LATE_SECONDS = 0.05
 
 
 class Threads:
@@ -22,7 +27,7 @@ class Threads:
     def __init__(self, ranks: int, rows: int, dtype: torch.dtype) -> None:
         self.inputs = inputs_of(ranks, rows, dtype)
         graph = graph_of(self.inputs[0], ranks)
-        schedule = _C.make_schedule(graph, _C.Target("cpu", num_workers=1, fuse=False))
+        self.schedule = schedule = _C.make_schedule(graph, _C.Target("cpu", num_workers=1, fuse=False))
         _C.validate(schedule)
         self.ranks = [_C.CpuExecutable(schedule, 1) for _ in range(ranks)]
         self.outputs = [[allocate(t) for t in tensors(graph, "output")] for _ in range(ranks)]
@@ -103,3 +108,33 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert not any(rank.is_torn for rank in team.ranks)
     team.run_all()
     assert all(map(torch.equal, *team.outputs))
+
+
+def test_a_timeline_has_the_waits_for_each_rank(tmp_path: Path) -> None:
+    """Rank 2 comes when rank 0 has pushed its first part."""
+    team = Threads(3, 2, torch.float32)
+    team.join()
+    team.ranks[0].start_recording()
+    threads = [threading.Thread(target=team.run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    while not team.boxes[2].any():
+        time.sleep(0.001)
+    time.sleep(LATE_SECONDS)
+    team.run(2)
+    for thread in threads:
+        thread.join()
+    names, num_bytes = team.schedule.phase_names, team.schedule.phase_bytes
+    recording = Recording.read("step", torch.device("cpu"), names, num_bytes, team.ranks[0].stop_recording(), 3)
+    [[waited]] = recording.waited.tolist()  # of one launch and worker
+    assert all(own == 0 for own, *_ in waited) and sum(late for *_, late in waited) > LATE_SECONDS / 2 * 1e9
+    exchanges = [name.startswith(("all_reduce", "all_gather")) for name in names]
+    assert any(exchanges) and not any(sum(row) for row, is_one in zip(waited, exchanges, strict=True) if not is_one)
+    staged, computed = (recording.field(name)[0, 0] for name in ("staged", "computed"))
+    assert [bool(at) for at in staged] == exchanges and (staged <= computed).all()
+    write([recording], tmp_path / "trace.json", is_compressed=False)
+    slices = read_tracks(tmp_path / "trace.json")["worker 0"].of("wait for rank 2")
+    assert sum(end - begin for begin, end, *_ in slices) > LATE_SECONDS / 2 * 1e9
+    kernel = kernel_times(recording, None)
+    [task] = [task for task in kernel.tasks if task.ranks.get(2) and task.tasks.startswith("all_reduce")]
+    assert task.ranks[2].most <= task.parts["compute"].most and "waiting for rank 2 in" in str(kernel)

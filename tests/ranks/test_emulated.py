@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -32,13 +33,14 @@ class Ranks:
         polled: bool,
         workers: int = 3,
         change: Callable[[str], str] = str,
+        profiled: bool = False,
     ) -> None:
         """``change``: of the source."""
         ranks = len(inputs)
         self.inputs = [list(map(in_aligned_memory, own)) for own in inputs]
         schedule = _C.make_schedule(graph, _C.Target("cuda", 90, workers, SMEM_BYTES, True, polled))
         _C.validate(schedule)
-        program = _C.generate_cuda(schedule)
+        program = _C.generate_cuda(schedule, profiled)
         library = compile_kernels([change(program.source)], 90, ["-O1"])
         self.kernels = [EmulatedKernel(schedule, program, library) for _ in range(ranks)]
         self.outputs = [[allocate(t) for t in tensors(graph, "output")] for _ in range(ranks)]
@@ -155,3 +157,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     team.launch()
     for outputs in team.outputs:
         assert all(map(torch.equal, outputs, right))
+
+
+@pytest.mark.slow
+def test_a_profiled_kernel_notes_how_long_it_waits_for_each_rank() -> None:
+    """Rank 2 comes when rank 0 has pushed its first part; the emulator's clocks run at 2 cycles a nanosecond."""
+    inputs, workers, late = inputs_of(3, 1, torch.float32), 2, 0.05
+    team = Ranks(graph_of(inputs[0], 3), inputs, polled=True, workers=workers, profiled=True)
+    first = threading.Thread(target=team.launch, kwargs={"skipped": [2]})
+    first.start()
+    while not team.boxes[2].any():
+        time.sleep(0.001)
+    time.sleep(late)
+    team.launch(skipped=[0, 1])
+    first.join()
+    program, names = team.kernels[0].program, team.kernels[0].schedule.phase_names
+    waits = team.kernels[0].control[-8 * workers * len(names) * 3 * 4 :].view(torch.int32)  # of 8 launches, the first
+    cycles = waits.view(8, workers, len(names), 3)[0].amax(0)
+    assert program.stamps_offset and not waits.view(8, -1)[1:].any()
+    exchanges = torch.tensor([name.startswith(("all_reduce", "all_gather")) for name in names])
+    assert (cycles[:, 0] == 0).all() and (cycles[~exchanges] == 0).all()
+    assert (cycles[exchanges][:, 1:] > 0).all() and cycles[:, 2].sum() > late * 1e9
+    want = wanted(team.inputs)
+    assert all(relative_error(out, exact) < 1e-5 for out, exact in zip(team.outputs[0], want, strict=True))

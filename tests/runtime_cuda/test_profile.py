@@ -188,9 +188,14 @@ LOADER = [[-6, 3, None, None, 9], [9, 12, 15, LONG, LONG + 3], [LONG + 3, 2 * LO
 BEGIN_NS = 10**9
 
 
-def test_cycles_of_a_clock_that_wraps(fake: Any, make_executable: Any) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_cycles_of_a_clock_that_wraps(fake: Any, make_executable: Any, ranks: int) -> None:
     workers, begins = 4, [2**32 - 100, 7, 2**31, 123456789]
-    executable = make_executable(stamps_offset=512, control_bytes=512 + LAUNCHES_KEPT * 656)
+    waits = torch.arange(workers * 3 * ranks).view(workers, 3, ranks) * 30 if ranks > 1 else torch.zeros(workers, 3, 0)
+    size = 512 + LAUNCHES_KEPT * (656 + 4 * waits.numel())
+    executable = make_executable(stamps_offset=512, control_bytes=size, ranks=ranks)
+    if ranks > 1:
+        executable.join(1, [1 << 32, 2 << 32, 3 << 32])
     executable.start_recording()
     executable.run([4096, 8200], [12288], [0], 64)
 
@@ -203,10 +208,13 @@ def test_cycles_of_a_clock_that_wraps(fake: Any, make_executable: Any) -> None:
     )
     block += b"".join(struct.pack("<5I", *(word(begin, c) for c in row)) for begin in begins for row in CONSUMER)
     block += b"".join(struct.pack("<6I", *(word(begin, c) for c in row), 77) for begin in begins for row in LOADER)
-    ctypes.memmove(executable.control_address(64) + 512, block, len(block))
+    control, behind = executable.control_address(64), 512 + LAUNCHES_KEPT * 656
+    ctypes.memmove(control + 512, block, len(block))
+    ctypes.memmove(control + behind, waits.int().numpy().tobytes(), 4 * waits.numel())
     [launch] = executable.stop_recording()
-    recording = Recording.read("test", simulated_gpu.DEVICE, ["a", "b", "c"], [0, 0, 0], [launch])
+    recording = Recording.read("test", simulated_gpu.DEVICE, ["a", "b", "c"], [0, 0, 0], [launch], ranks)
     assert recording.times.shape == (1, workers, 3, len(FIELDS))
+    assert torch.equal(recording.waited[0], (waits // 3).long())
     for worker in range(workers):
         for phase, (consumer, loader) in enumerate(zip(CONSUMER, LOADER)):
             wanted = [0 if c is None else BEGIN_NS + c // 3 for c in [*consumer, *loader]]

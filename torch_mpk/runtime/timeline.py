@@ -40,6 +40,8 @@ class Recording:
         operand_bytes: of each phase, what its tasks read and write; of caches all positions.
         times: int64[launches, workers, phases, len(FIELDS)], launches in the order in which they began: nanoseconds of
             the device's clock, 0 where there is nothing to say, and bytes.
+        waited: int64[launches, workers, phases, ranks]: nanoseconds for which a worker waited for each rank of its
+            group; no ranks where it exchanges with none.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Recording:
     phase_names: Sequence[str]
     operand_bytes: Sequence[int]
     times: torch.Tensor
+    waited: torch.Tensor
 
     @classmethod
     def read(
@@ -56,12 +59,17 @@ class Recording:
         phase_names: Sequence[str],
         operand_bytes: Sequence[int],
         launches: Sequence[bytes],
+        ranks: int = 1,
     ) -> Recording:
         """``launches``, of which there is one at least, as an executable's ``stop_recording`` returns them."""
-        values = torch.frombuffer(bytearray(b"".join(launches)), dtype=torch.int64)
-        times = values.view(len(launches), -1, len(phase_names), len(FIELDS))
+        values = torch.frombuffer(bytearray(b"".join(launches)), dtype=torch.int64).view(len(launches), -1)
+        fields, waits = len(FIELDS), ranks if ranks > 1 else 0
+        num_workers = values.shape[1] // (len(phase_names) * (fields + waits))
+        shape = len(launches), num_workers, len(phase_names)
+        times, waited = values.split([values.shape[1] * part // (fields + waits) for part in (fields, waits)], 1)
+        times = times.reshape(*shape, fields)
         order = times[:, :, 0, 0].amin(1).argsort()
-        return cls(name, device, phase_names, operand_bytes, times[order])
+        return cls(name, device, phase_names, operand_bytes, times[order], waited.reshape(*shape, waits)[order])
 
     def field(self, name: str) -> torch.Tensor:
         """int64[launches, workers, phases]"""
@@ -93,7 +101,7 @@ class Recording:
     def tracks(self) -> Iterator[tuple[str, list[Slice]]]:
         """The slices of each track: of each worker its consumers and its loader, if it has one, then launches. Some
         viewers open on the first track, and that is to show work."""
-        times, num_bytes = self.times.tolist(), self.phase_bytes.tolist()
+        times, waited, num_bytes = self.times.tolist(), self.waited.tolist(), self.phase_bytes.tolist()
         kinds = [kinds_of(name) for name in self.phase_names]
         has_loader = bool(self.field("loaded").any())
         for worker in range(self.times.shape[1]):
@@ -103,6 +111,7 @@ class Recording:
                 for phase, (kind, row) in enumerate(zip(kinds, by_worker[worker], strict=True)):
                     args = {"phase": phase, "tasks": self.phase_names[phase], "bytes": num_bytes[launch][phase]}
                     consumers += _compute_slices(kind, row, args)
+                    consumers += _rank_slices(row, waited[launch][worker][phase])
                     loader += _load_slices(kind, row, {"phase": phase, "bytes": row[-1]})
             yield f"worker {worker}" + (" consumers" if has_loader else ""), consumers
             if has_loader:
@@ -132,6 +141,16 @@ def _compute_slices(kind: str, row: Sequence[int], args: dict[str, Any]) -> Iter
     if computed:
         yield Slice(kind, ready, computed, args)
         yield Slice("stage", ready, staged, {}, "stage")
+
+
+def _rank_slices(row: Sequence[int], waited: Sequence[int]) -> Iterator[Slice]:
+    """One for each rank that was waited for. A worker turns from rank to rank; its waits for one are put together."""
+    begin, end = row[3] or row[2], row[4]
+    for rank, ns in enumerate(waited):
+        if ns:
+            until = min(begin + ns, end)
+            yield Slice(f"wait for rank {rank}", begin, until, {}, "wait")
+            begin = until
 
 
 def _load_slices(kind: str, row: Sequence[int], args: dict[str, Any]) -> Iterator[Slice]:

@@ -64,7 +64,7 @@ struct PhaseStamps {
   uint32_t begin;     // entered the phase
   uint32_t joined;    // all warps of the worker had left the phase before
   uint32_t ready;     // the phase's events had come; as `joined` where only producer warps await them
-  uint32_t staged;    // the first activations stood in shared memory
+  uint32_t staged;    // the first activations stood in shared memory, or had been pushed to other ranks
   uint32_t computed;  // one warp had finished
 };
 
@@ -77,6 +77,11 @@ struct LoaderStamps {
   uint32_t bytes;      // copied
 };
 
+// Behind those of all launches kept, for each of them again, a kernel of several ranks has
+// uint32_t[num_workers][num_phases][ranks]: cycles for which the first thread has waited for each rank.
+constexpr int64_t rank_stamps_bytes(int64_t num_workers, int64_t num_phases, int64_t ranks) {
+  return ranks == 1 ? 0 : num_workers * num_phases * ranks * static_cast<int64_t>(sizeof(uint32_t));
+}
 constexpr int64_t phase_stamps_offset(int64_t num_workers) {
   return num_workers * static_cast<int64_t>(sizeof(WorkerStamps));
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_mpk/launch_times.h"
 #include "torch_mpk/schedule/mailboxes.h"
 
 namespace mpk::cpu {
@@ -31,6 +32,12 @@ class Exchanges {
   // RankLost.
   void take(const Node& node, int from, int64_t begin, int64_t end, uint8_t* data);
 
+  // From now on notes in `times` when data was first pushed, and adds to waited[rank] how long that rank was waited
+  // for. Null: does not.
+  void record(PhaseTimes* times, int64_t* waited) {
+    times_ = times;
+    waited_ = waited;
+  }
   void end_launch() { launch_++; }
   // Tells all other ranks that they wait in vain.
   void abort();
@@ -48,6 +55,8 @@ class Exchanges {
   const std::function<void()> look_;
   uint32_t launch_ = 0;  // since all ranks have joined
   bool is_aborted_ = false;
+  PhaseTimes* times_ = nullptr;
+  int64_t* waited_ = nullptr;
 };
 
 }  // namespace mpk::cpu

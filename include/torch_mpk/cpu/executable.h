@@ -114,7 +114,7 @@ class CpuExecutable {
   };
 
   void plan_phase(const Phase& phase, const std::map<int, const TileCode*>& compiled);
-  void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier, PhaseTimes* times);
+  void work(const Frame& frame, int worker, int num_workers, class SpinBarrier& barrier, LaunchTimes* launch);
   void compute(const Frame& frame, size_t phase, int worker);
   void call_reference(const Frame& frame, const Node& node, size_t phase);
   void fill_frame(std::span<void* const> inputs, std::span<void* const> outputs, std::span<const int64_t> scalars);

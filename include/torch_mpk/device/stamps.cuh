@@ -25,6 +25,15 @@ struct StampPlaces {
 template <class Kernel>
 inline constexpr bool kProfiled = Kernel::kStampsOffset != 0;
 
+// For each rank, the cycles for which a worker has waited for it in a phase.
+template <class Kernel>
+MPK_DEVICE uint32_t* stamps_of_ranks(Control* control, uint32_t epoch, uint32_t phase, int ranks) {
+  uint8_t* all = reinterpret_cast<uint8_t*>(control) + Kernel::kStampsOffset +
+                 kLaunchesKept * StampPlaces<Kernel>::kLaunchBytes +
+                 epoch % kLaunchesKept * rank_stamps_bytes(Kernel::kNumWorkers, Kernel::kNumPhases, ranks);
+  return reinterpret_cast<uint32_t*>(all) + (int64_t(blockIdx.x) * Kernel::kNumPhases + phase) * ranks;
+}
+
 // A moment by both clocks. The shared one may stand still for a microsecond: this is where it has just moved on.
 MPK_DEVICE void read_clocks(uint64_t& ns, uint32_t& cycles) {
   const uint64_t before = ptx::global_time_ns();

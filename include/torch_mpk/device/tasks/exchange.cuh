@@ -38,6 +38,18 @@ __device__ __noinline__ ulonglong2 wait_words(const Watchdog& dog, const ulonglo
   return words;
 }
 
+// See stamps.cuh.
+template <class V, class C>
+MPK_DEVICE uint32_t* stamps_of_ranks(const C& c) {
+  return mpk::stamps_of_ranks<typename C::Config>(c.params.control, c.epoch, c.phase, V::kRanks);
+}
+template <class V, class C>
+MPK_DEVICE void clear_stamps(const C& c) {
+  if constexpr (kProfiled<typename C::Config> && V::kRanks > 1)
+    if (c.rank == 0)
+      for (int r = 0; r < V::kRanks; r++) stamps_of_ranks<V>(c)[r] = 0;
+}
+
 template <class V, class C>
 struct Mailboxes {
   uint8_t* own;
@@ -65,8 +77,12 @@ struct Mailboxes {
   }
   // False when the launch was aborted.
   MPK_DEVICE bool take(C& c, uint32_t unit, uint32_t from, uint2& data) const {
+    uint32_t since = 0;
+    if constexpr (kProfiled<typename C::Config>) since = ptx::clock();
     const ulonglong2 got = wait_words(c.shared.watchdog, words(own, from, unit), tag, from,
                                       reinterpret_cast<const uint32_t*>(own), V::kRanks, c.phase);
+    if constexpr (kProfiled<typename C::Config>)
+      if (c.rank == 0) stamps_of_ranks<V>(c)[from] += ptx::clock() - since;
     data = make_uint2(static_cast<uint32_t>(got.x), static_cast<uint32_t>(got.y));
     return differing(got, tag) == 0;
   }
@@ -141,6 +157,7 @@ MPK_DEVICE bool add_unit(C& c, const Job& job, const Mailboxes<V, C>& boxes, uin
 template <class V, class C>
 MPK_DEVICE void compute_sum(C& c, const Job& job) {
   if (!c.await()) return;
+  clear_stamps<V>(c);
   const Mailboxes<V, C> boxes(c, job);
   const Span mine = units_of(c, job, kUnits<V>);
   const uint32_t first = mine.begin + c.rank;
@@ -150,6 +167,7 @@ MPK_DEVICE void compute_sum(C& c, const Job& job) {
     const Extras<V> extras(job, first);
     if (load_own<V>(c, job, first, own)) {
       boxes.push(first, own);
+      c.stamp_first(&PhaseStamps::staged);
       if (add_unit<V>(c, job, boxes, first, own, extras)) return;
     }
     c.failed = true;
@@ -158,6 +176,7 @@ MPK_DEVICE void compute_sum(C& c, const Job& job) {
       c.failed = !load_own<V>(c, job, u, own);
       if (!c.failed) boxes.push(u, own);
     }
+    c.stamp_first(&PhaseStamps::staged);
     for (uint32_t u = first; u < mine.end && !c.failed; u += kConsumerThreads) {
       const Extras<V> extras(job, u);
       c.failed = !load_own<V>(c, job, u, own) || !add_unit<V>(c, job, boxes, u, own, extras);
@@ -177,6 +196,7 @@ MPK_DEVICE void put_unit(const Job& job, uint32_t unit, uint32_t from, const uin
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;
+  clear_stamps<V>(c);
   const Mailboxes<V, C> boxes(c, job);
   const Span mine = units_of(c, job, kUnits<V>);
   uint2 data{};
@@ -186,6 +206,7 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
     boxes.push(u, data);
     put_unit<V>(job, u, boxes.rank, data);
   }
+  c.stamp_first(&PhaseStamps::staged);
   for (uint32_t u = mine.begin + c.rank; u < mine.end && !c.failed; u += kConsumerThreads)
 #pragma unroll
     for (int i = 1; i < V::kRanks; i++) {
