@@ -65,6 +65,13 @@ std::string describe(const Schedule& schedule, const Mailboxes& mailboxes) {
   return text;
 }
 
+std::string describe_exchanges(const Schedule& schedule, const std::vector<std::pair<int, std::vector<int>>>& phases) {
+  std::string text;
+  for (const auto& [phase, nodes] : phases)
+    for (int n : nodes) describe(text, schedule.graph.nodes()[n]);
+  return text;
+}
+
 // FNV-1a.
 std::string hash_of(const std::string& text) {
   uint64_t hash = 0xcbf29ce484222325;
@@ -99,7 +106,8 @@ Mailboxes place_mailboxes(const Schedule& schedule) {
     }
     mailboxes.place_bytes = std::max(mailboxes.place_bytes, end);
   }
-  if (mailboxes.ranks > 1) mailboxes.key = hash_of(describe(schedule, mailboxes));
+  if (mailboxes.ranks > 1)
+    mailboxes.key = hash_of(describe_exchanges(schedule, phases)) + "/" + hash_of(describe(schedule, mailboxes));
   return mailboxes;
 }
 

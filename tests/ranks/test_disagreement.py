@@ -80,7 +80,7 @@ def test_ranks_that_differ_are_told_in_what(tmp_path: Path) -> None:
         for what, name in [
             ("version", "a version of torch_mpk"),
             ("option", "option 'verify'"),
-            ("model", "a schedule"),
+            ("model", "a number or size of exchanges"),
         ]:
             assert f"rank {1 - rank} of group 0 has {name} that differs from rank {rank}'s" in found[what]
         assert found["verified"] and found["again"]

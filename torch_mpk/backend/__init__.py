@@ -21,8 +21,11 @@ from torch_mpk.config import Options, env
 from torch_mpk.dispatch.fallback import announce_break, fall_back
 from torch_mpk.dispatch.specialize import warn_at_recompile_limit
 from torch_mpk.errors import RankLostError, UnsupportedError
+from torch_mpk.ranks.agreement import leave, telling
 from torch_mpk.ranks.sharding import localise
 from torch_mpk.traces import known
+
+Make = Callable[[torch.fx.GraphModule, Sequence[Any], Options], Callable[..., Any]]
 
 
 def mpk(
@@ -40,14 +43,20 @@ def mpk(
         OptionError: ``mode`` or ``options`` has a name or value that is not known.
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
-    settings = Options.parse(mode, options)
+    with telling(gm, example_inputs):
+        settings = Options.parse(mode, options)
     announce_break(gm)
-    run = gm.forward if env.disable else _run_localised(gm, example_inputs, settings)
+    run = _disabled(gm, example_inputs) if env.disable else _run_localised(gm, example_inputs, settings)
     if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # set ahead of time alone
         from torch_mpk.dispatch.serializable import Saveable  # which needs Dynamo, and importing torch_mpk should not
 
         return Saveable(run, gm, mode, options)
     return run
+
+
+def _disabled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    leave(gm, inputs, "TORCH_MPK_DISABLE is set there")
+    return gm.forward
 
 
 def _run_localised(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
@@ -57,28 +66,31 @@ def _run_localised(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], sett
     except UnsupportedError as error:
         return fall_back(gm, example_inputs, settings, error)
     if local is None:
-        return _run(gm, example_inputs, settings)
+        return _timed(gm, example_inputs, settings, _compiled)
     # All ranks take the same way at the same call, whenever which of them has built what.
     settings = dataclasses.replace(settings, while_building="wait")
-    return local.callable(_run(local.gm, local.pick(example_inputs), settings))
+
+    def make(gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
+        return local.callable(_compiled(local.gm, local.pick(inputs), settings))
+
+    return _timed(gm, example_inputs, settings, make)
 
 
-def _run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-    if is_dry_run():
-        will_write(example_inputs[i] for i in written_inputs(gm, example_inputs))
+def _timed(gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Options, make: Make) -> Callable[..., Any]:
     with timing.build():
-        return run_of(gm, example_inputs, settings, compile_call)
+        return run_of(gm, inputs, settings, make)
 
 
-def run_of(
-    gm: torch.fx.GraphModule,
-    inputs: Sequence[Any],
-    settings: Options,
-    make: Callable[[torch.fx.GraphModule, Sequence[Any], Options], Callable[..., Any]],
-) -> Callable[..., Any]:
+def _compiled(gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
+    if is_dry_run():
+        will_write(inputs[i] for i in written_inputs(gm, inputs))
+    return compile_call(gm, inputs, settings)
+
+
+def run_of(gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Options, make: Make) -> Callable[..., Any]:
     """The callable that ``make`` gives for a graph of Dynamo's; where it raises, the one that the options name."""
     if env.disable:
-        return gm.forward
+        return _disabled(gm, inputs)
     warn_at_recompile_limit(gm)
     try:
         return make(gm, inputs, settings)

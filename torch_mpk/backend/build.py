@@ -23,7 +23,7 @@ from torch_mpk.dispatch.buckets import Prompt
 from torch_mpk.dispatch.build_cache import Stored, build_key
 from torch_mpk.dispatch.compiled_graph import CompiledGraph
 from torch_mpk.dispatch.fallback import decline_call
-from torch_mpk.ranks.agreement import agreed, group_of
+from torch_mpk.ranks.agreement import agreed, decline_together, group_of
 from torch_mpk.runtime.backend import backend_of
 from torch_mpk.runtime.overlaps import Memory, check_apart, memory_of
 from torch_mpk.verify.comparison import verified
@@ -72,12 +72,14 @@ def compile_graph(
     """
     request = _Request(gm, inputs, device, options, captured, needs_graph or bool(options.verify), later)
     group = group_of(gm)
-    built = request.built() if group is None else agreed(group, options, request.built)
+    num_numbers = sum(not isinstance(value, torch.Tensor) for value in inputs)
+    built = request.built() if group is None else agreed(group, options, request.built, num_numbers)
     if callable(built):
         return built
     compiled, mutated, memory = built
     will_write(inputs[i] for i in mutated)
-    call = compiled.callable(gm.forward, options.freeze, memory, functools.partial(decline_call, options))
+    decline = functools.partial(decline_call if group is None else functools.partial(decline_together, group), options)
+    call = compiled.callable(gm.forward, options.freeze, memory, decline)
     call = prompt.callable(call) if prompt is not None else call
     return verified(call, compiled, gm.forward, mutated, device, options) if options.verify else call
 

@@ -30,6 +30,7 @@ from torch_mpk.dispatch.fallback import leave_to_others
 from torch_mpk.dispatch.specialize import per_call, per_call_numbers
 from torch_mpk.errors import DeclinedError, PrefillDeclined, UnsupportedError
 from torch_mpk.patterns.packing import without_packing
+from torch_mpk.ranks.agreement import telling
 from torch_mpk.runtime.backend import backend_of
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,11 @@ def compile_call(
 
     Raises whatever makes it a graph that we do not run.
     """
-    unpacked = unpack(gm, inputs)
-    if unpacked is None:
-        return _Graph(gm, inputs, options, needs_graph).callable(inputs)
-    return unpacked.callable(compile_call(unpacked.gm, unpacked.args(inputs), options, needs_graph))
+    with telling(gm, inputs):
+        unpacked = unpack(gm, inputs)
+        if unpacked is None:
+            return _Graph(gm, inputs, options, needs_graph).callable(inputs)
+        return unpacked.callable(compile_call(unpacked.gm, unpacked.args(inputs), options, needs_graph))
 
 
 class _Graph:

@@ -21,6 +21,7 @@ from torch_mpk.builds.background import Job
 from torch_mpk.builds.dry_run import is_dry_run
 from torch_mpk.capture.foreign import is_plain
 from torch_mpk.capture.graph import source_line
+from torch_mpk.errors import RankLostError
 from torch_mpk.warn_once import warn
 
 MAX_BUILDS = 16
@@ -96,7 +97,7 @@ def per_call(
         try:
             run = build()
         except Exception as error:
-            run = on_failure(args, error)
+            run = _without_build(on_failure, args, error)
             given_up.append(run)
         with lock:
             is_again = built.add(key, run)
@@ -147,6 +148,14 @@ def per_call(
         prepare=lambda *args: find(key_of(args)) or wait_for(key_of(args), args),
         is_built=lambda *args: _is_compiled(find(key_of(args))),
     )
+
+
+def _without_build(
+    on_failure: Callable[[Args, Exception], Callable[..., Any]], args: Args, error: Exception
+) -> Callable[..., Any]:
+    if isinstance(error, RankLostError):  # what this rank ran instead would not serve the others
+        raise error
+    return on_failure(args, error)
 
 
 def _is_compiled(run: Any) -> bool:

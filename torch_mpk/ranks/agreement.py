@@ -3,8 +3,9 @@ others waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from torch import fx
 from torch_mpk.config import Options
 from torch_mpk.dispatch.build_cache import fingerprint
 from torch_mpk.dispatch.compiled_graph import CompiledGraph
-from torch_mpk.errors import UnsupportedError, first_line
-from torch_mpk.runtime.ranks import RankedExecutable, team_of
+from torch_mpk.dispatch.fallback import decline_call
+from torch_mpk.errors import MpkError, RankLostError, UnsupportedError, first_line
+from torch_mpk.ranks.sharding import group_of_graph
+from torch_mpk.runtime.ranks import RankedExecutable
+from torch_mpk.runtime.team import Team, stay_away, team_of
+from torch_mpk.runtime.watchdog import watchdog_seconds
 
+_COMPARE = "compare builds"
+_EXCHANGES = "a number or size of exchanges"
 _OWN = {"num_threads", "watchdog_seconds", "freeze", "profile"}  # options that are each rank's own matter
 
 
@@ -30,12 +37,17 @@ def group_of(gm: fx.GraphModule) -> str | None:
     return next(iter(groups), None)
 
 
-def agreed(group: str, options: Options, build: Callable[[], Any]) -> Any:
+def agreed(group: str, options: Options, build: Callable[[], Any], num_numbers: int) -> Any:
     """``build()``, a ``backend.Built``, where all ranks of the group have built the same. Collective.
+
+    Args:
+        num_numbers: how many inputs of Dynamo's graph are numbers. One that has some is built in other ways where it
+            cannot be built in this one, while others would not try again.
 
     Raises:
         UnsupportedError: on all ranks, where one could not build, or where they differ.
-        RankLostError: one does not come, or comes for something else.
+        RankLostError: one does not come, or comes for something else, or what they exchange differs, so that eager's
+            exchanges would not fit either.
         Exception: what ``build`` raises.
     """
     team = team_of(group)
@@ -47,31 +59,75 @@ def agreed(group: str, options: Options, build: Callable[[], Any]) -> Any:
         error, executables = reason, []
     key = _key(options, executables)
     why = None if error is None else first_line(error)
-    said = team.gather("compare builds", (key, [each.is_joined for each in executables], why))
+    said = team.gather(_COMPARE, (key, [each.is_joined for each in executables], why, num_numbers))
+    has_failed = any(why is not None for _, _, why, _ in said)
+    for rank, (*_, other) in enumerate(said):
+        if has_failed and other not in (num_numbers, None):
+            raise RankLostError(
+                f"Dynamo has traced the graph of rank {rank} of group {group} for other sizes than rank {team.rank}'s"
+                f"{team.note}: all ranks must make the same calls, and torch.compiler.reset() on all of them has them "
+                "begin anew"
+            )
     if error is not None:
         raise error
-    for rank, (other, _, why) in enumerate(said):
+    for rank, (other, _, why, _) in enumerate(said):
         if why is not None:
             raise UnsupportedError(
-                f"rank {rank} of group {group} could not build its part, so no rank runs its own: {why}"
+                f"rank {rank} of group {group} could not build its part, so no rank runs its own{team.note}: {why}"
             )
         for name in key:
             if other[name] != key[name]:
-                raise UnsupportedError(
-                    f"rank {rank} of group {group} has {name} that differs from rank {team.rank}'s: all must have the "
-                    "same versions of torch and torch_mpk, options, model, inputs and kind of device"
+                kind = RankLostError if name == _EXCHANGES else UnsupportedError
+                raise kind(
+                    f"rank {rank} of group {group} has {name} that differs from rank {team.rank}'s{team.note}: all "
+                    "must have the same versions of torch and torch_mpk, options, model, inputs and kind of device"
                 )
     for number, executable in enumerate(executables):
-        if not all(joined[number] for _, joined, _ in said):
+        if not all(joined[number] for _, joined, *_ in said):
             executable.join()
     return built
+
+
+@contextlib.contextmanager
+def telling(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Where a rank gives a graph up before it has compared builds, the others, which wait for that, are told why.
+    Collective then."""
+    before = Team.num_gathered
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        group = group_of_graph(gm, inputs)
+        if group is not None and Team.num_gathered == before:
+            team_of(group).gather(_COMPARE, ({}, [], first_line(error), None))
+        raise
+
+
+def leave(gm: fx.GraphModule, inputs: Sequence[Any], why: str) -> None:
+    """Has no other rank wait for this one where a graph exchanges."""
+    if group_of_graph(gm, inputs) is not None:
+        stay_away(why)
+
+
+def decline_together(group: str, options: Options, error: MpkError) -> None:
+    """``decline_call``, where all ranks decline the call. Collective.
+
+    Raises RankLostError where another one makes it.
+    """
+    decline_call(options, error)
+    seconds = 3 * (watchdog_seconds(options) or 60) + 10
+    team_of(group).gather("run a call eagerly that torch_mpk cannot take, as a warning says", seconds=seconds)
 
 
 def _key(options: Options, executables: list[RankedExecutable]) -> dict[str, Any]:
     """What all ranks must have in common, by what users call it."""
     chosen = {f"option {name!r}": value for name, value in dataclasses.asdict(options).items() if name not in _OWN}
     versions = {"a version of torch_mpk": fingerprint(), "a version of torch": torch.__version__}
-    return versions | chosen | {"a schedule": [each.exchange_key for each in executables]}
+    keys = [each.exchange_key for each in executables]
+    isas = [getattr(each, "isa", None) for each in executables]
+    exchanges = {_EXCHANGES: [key.partition("/")[0] for key in keys]}
+    return exchanges | versions | chosen | {"an instruction set": isas, "a schedule": keys}
 
 
 def _exchanging(compiled: CompiledGraph) -> list[RankedExecutable]:

@@ -21,7 +21,7 @@ from torch_mpk.capture.graph import source_line
 from torch_mpk.capture.tracing import copied, graph_module
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.ranks.choices import Gathered, choose_before_gathering
-from torch_mpk.runtime.ranks import resolve
+from torch_mpk.runtime.team import resolve
 
 # What makes a tensor with memory of its own, which nothing else is a view of.
 _MAKERS = (torch._C._nn.linear, F.linear, torch.matmul, operator.matmul, torch.bmm)
@@ -78,11 +78,25 @@ def localise(gm: fx.GraphModule, inputs: Sequence[Any]) -> Local | None:
     return _Localiser(gm, inputs).run()
 
 
+def group_of_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+    """The process group within which a graph exchanges, of Dynamo's or ``localise``'s; the first one where there are
+    several, None where there is none."""
+    for node in gm.graph.nodes:
+        if _is_sum(node):
+            return str(node.args[2])
+        if {"ranks", "group"} <= node.kwargs.keys():
+            return str(node.kwargs["group"])
+    return next((_group_of(value.device_mesh) for value in inputs if _is_sharded(value)), None)
+
+
+def _group_of(mesh: Any) -> str | None:
+    return None if mesh.ndim != 1 or mesh.size() == 1 else str(mesh.get_group().group_name)
+
+
 def group_of_model(model: torch.nn.Module) -> str | None:
     """The name of the process group to which a model's weights are shared out; None where they are whole."""
     weights: Iterator[Any] = filter(_is_sharded, model.parameters())
-    mesh = next((weight.device_mesh for weight in weights), None)
-    return None if mesh is None or mesh.size() == 1 else str(mesh.get_group().group_name)
+    return next((_group_of(weight.device_mesh) for weight in weights), None)
 
 
 def _are_alike(a: Any, b: Any, dims: int) -> bool:

@@ -6,74 +6,19 @@ GPUs in symmetric memory.
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from torch_mpk.errors import RankLostError, UnsupportedError, first_line
+from torch_mpk.errors import MegakernelTimeout, UnsupportedError, first_line
+from torch_mpk.runtime.team import Team, team_of
 
-COMING_SECONDS = 1800.0  # how long ranks wait for one that still builds
 SHARED_MEMORY = Path("/dev/shm")
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
-
-def resolve(group: str) -> dist.ProcessGroup:
-    """The process group of that name."""
-    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
-
-    return _resolve_process_group(GroupName(group))
-
-
-class Team:
-    """The ranks of a process group. What is said between them goes over a gloo group of its own, so that nothing of the
-    user's is in its way."""
-
-    def __init__(self, group: str) -> None:
-        """Collective. ``group``: a process group's name.
-
-        Raises RankLostError where not all of its ranks come.
-        """
-        self.group = resolve(group)
-        self.members = dist.get_process_group_ranks(self.group)
-        self.rank = self.members.index(dist.get_rank())
-        try:
-            self.talk = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
-        except RuntimeError as error:
-            raise self._lost(error) from None
-
-    def gather(self, purpose: str, said: Any = None, seconds: float = COMING_SECONDS) -> list[Any]:
-        """What each rank says. Collective.
-
-        Raises RankLostError naming ranks that do not come in time, or that come for another ``purpose``.
-        """
-        heard: list[Any] = [None] * len(self.members)
-        try:
-            dist.monitored_barrier(self.talk, timedelta(seconds=seconds), wait_all_ranks=True)
-            dist.all_gather_object(heard, (purpose, said), group=self.talk)
-        except RuntimeError as error:
-            raise self._lost(error) from None
-        for rank, (other, _) in enumerate(heard):
-            if other != purpose:
-                raise RankLostError(
-                    f"rank {self.rank} has come to {purpose}, but rank {rank} to {other}. {RankLostError.remedy}"
-                )
-        return [said for _, said in heard]
-
-    def _lost(self, error: Exception) -> RankLostError:
-        return RankLostError(f"rank {self.rank}: {first_line(error)}. {RankLostError.remedy}")
-
-
-@functools.cache
-def team_of(group: str) -> Team:
-    """The ranks of the group of that name. Collective where they meet for the first time."""
-    return Team(group)
 
 
 def draw_as_first(group: str, generator: torch.Generator | None, device: torch.device) -> None:
@@ -111,8 +56,13 @@ class RankedExecutable:
         self._executable.jitter = seed
 
     @property
+    def peers(self) -> list[int]:
+        """The numbers of the other ranks in the group; all where none has joined."""
+        return [rank for rank in range(self.ranks) if self._team is None or rank != self._team.rank]
+
+    @property
     def is_joined(self) -> bool:
-        return self._team is not None
+        return self._team is not None and self._team.is_current
 
     def join(self) -> None:
         """Makes the mailboxes. Collective.
@@ -144,18 +94,24 @@ class RankedExecutable:
 
         Raises RankLostError where another rank does not come, or has aborted.
         """
-        if self._executable.is_torn:
-            self._reunite()
-        self._executable.call(*args)
+        self._launch(self._executable.call, args)
 
     def run(self, *args: Any) -> None:
+        self._launch(self._executable.run, args)
+
+    def _launch(self, launch: Callable[..., None], args: Sequence[Any]) -> None:
         if self._executable.is_torn:
             self._reunite()
-        self._executable.run(*args)
+        try:
+            launch(*args)
+        except MegakernelTimeout as error:
+            if self._team is None or not self._team.note:
+                raise
+            raise type(error)(f"{error}{self._team.note}") from None
 
     def _reunite(self) -> None:
         """Waits for all ranks, each of which comes when its own launch has aborted, and begins anew."""
-        assert self._team is not None
+        self._team = team_of(self.group)
         self._team.gather("begin anew after an error", seconds=3 * (self._seconds or 60) + 10)
         self._begin(self._team)
 

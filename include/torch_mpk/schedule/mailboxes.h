@@ -28,8 +28,8 @@ struct Mailboxes {
   bool by_turns = false;
   int64_t place_bytes = 0;
   std::map<int, Mailbox> of_nodes;
-  // The common part of the ranks' schedules: equal if tiles are shared out and exchanged alike. Programs may differ,
-  // since a rank's number is a constant in them.
+  // The common part of the ranks' schedules: two hashes, of what is exchanged, and behind a '/' of all, which is equal
+  // if tiles are shared out and exchanged alike. Programs may differ, since a rank's number is a constant in them.
   std::string key;
 
   int64_t bytes() const;  // of a rank
