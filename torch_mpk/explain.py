@@ -33,19 +33,21 @@ from torch_mpk.lowering import lower
 from torch_mpk.partition.costs import COSTS, Estimate, extent_bytes
 from torch_mpk.partition.segments import Fallback, Segment, operations
 from torch_mpk.patterns import apply
+from torch_mpk.ranks.exchanges import Exchange, exchanges_of
 from torch_mpk.ranks.sharding import localise
 from torch_mpk.registry import Task
 from torch_mpk.runtime import synchronize
 from torch_mpk.runtime.bandwidth import bytes_per_second
 from torch_mpk.runtime.cpu import num_threads
 from torch_mpk.runtime.cuda import absent_target
+from torch_mpk.runtime.ranks import RankedExecutable
+from torch_mpk.runtime.timeline import kinds_of
 from torch_mpk.tasks.embedding import embedding
 from torch_mpk.verify.comparison import copied
 from torch_mpk.warn_once import quiet
 
 aten = torch.ops.aten
 
-_WORD_BYTES = 8  # of a mailbox, with 4 of data
 _NUM_RUNS = 5  # timed, after one that is not
 _GATHERS = {embedding: 1, aten.embedding.default: 0, aten.index_select.default: 0}  # -> the argument they read rows of
 _LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")  # "model.layers.7.mlp" -> "model.layers.7"
@@ -89,8 +91,8 @@ class Part:
     workspace_bytes: int = 0
     result_bytes: int = 0  # allocated for each call
     group: str = ""  # of the ranks that it exchanges with
-    peers: int = 0  # other ranks
-    peer_bytes: int = 0  # pushed to each of them by a call, with the tags of words
+    peers: Sequence[int] = ()  # numbers of the other ranks in it
+    exchanges: Sequence[Exchange] = ()  # with each of them
 
 
 @dataclass(frozen=True)
@@ -315,10 +317,11 @@ def _part(segment: Segment, compiled: CompiledGraph) -> Part:
     part = Part(segment.name, segment.ours, segment.num_operations, _flops(segment.gm), _num_bytes(segment.gm), tasks)
     if not segment.ours:
         return part
-    plan = compiled.segments[segment.name].plan
+    plan, executable = compiled.segments[segment.name].plan, compiled.segments[segment.name].executable
     schedule = plan.schedule
     assert schedule is not None
-    nodes, phases, boxes = schedule.graph.nodes, schedule.phases, _C.place_mailboxes(schedule)
+    team = executable if isinstance(executable, RankedExecutable) else None
+    nodes, phases = schedule.graph.nodes, schedule.phases
     return dataclasses.replace(
         part,
         kernels=kernels_of([job for phase in phases for job in phase.jobs]),
@@ -326,9 +329,9 @@ def _part(segment: Segment, compiled: CompiledGraph) -> Part:
         num_awaited=sum(len(phase.waits) for phase in phases),
         workspace_bytes=schedule.workspace_bytes + 2 * schedule.polled_bytes,
         result_bytes=sum(fresh.dtype.itemsize * torch.Size(fresh.shape).numel() for fresh in plan.fresh),
-        group=boxes.group,
-        peers=boxes.ranks - 1,
-        peer_bytes=sum(_WORD_BYTES * box.words for box in boxes.of_nodes.values()) if boxes.ranks > 1 else 0,
+        group=team.group if team else "",
+        peers=team.peers if team else (),
+        exchanges=exchanges_of(schedule),
     )
 
 
@@ -445,9 +448,7 @@ def _graph_lines(number: int, graph: Graph) -> Iterator[str]:
             yield from (f"    {line}" for line in _kernels(part))
             memory = f"{_mib(part.workspace_bytes)} of workspace, {_mib(part.result_bytes)} of results a call"
             yield f"    memory: {memory}; weights are read in place"
-            if part.peers:
-                others = f"{_count(part.peers, 'other rank')} of group {part.group}"
-                yield f"    exchanges: {_mib(part.peer_bytes)} a call to each of {others}"
+            yield from (f"    {line}" for line in _exchanges(part))
             yield from (f"    {line}" for line in _elsewhere_lines(part.elsewhere))
     if graph.estimate is not None:
         yield f"  taken in parts: {graph.estimate}"
@@ -471,6 +472,21 @@ def _kernels(part: Part) -> Iterator[str]:
         if use.next_best:
             instead = ", ".join(f"{name} {us:.3g} us" for name, us in use.next_best.items())
             yield f"{_count(use.num_jobs, 'job')} by {kernel}, expected to take {use.us:.3g} us; next best: {instead}"
+
+
+def _exchanges(part: Part) -> Iterator[str]:
+    """What goes to each other rank, and a line for each kind of exchange."""
+    if not part.peers:
+        return
+    ranks = ", ".join(f"rank {rank}" for rank in part.peers)
+    total = sum(exchange.num_bytes for exchange in part.exchanges)
+    yield f"exchanges with {ranks} of group {part.group}, to each {_mib(total)} a call:"
+    kinds: dict[tuple[str, int], list[int]] = {}
+    for phase, task, num_bytes in part.exchanges:
+        kinds.setdefault((kinds_of(task).strip(), num_bytes), []).append(phase)
+    for (kind, num_bytes), phases in kinds.items():
+        where = f"phase {phases[0]}" if len(phases) == 1 else f"{len(phases)} phases, {phases[0]} to {phases[-1]}"
+        yield f"  {kind}: {_count(num_bytes, 'byte')} in {where}"
 
 
 def _elsewhere_lines(elsewhere: Elsewhere | None) -> Iterator[str]:

@@ -61,7 +61,7 @@ def exchanged(rank: int) -> dict[str, object]:
     again = [step(inputs(i)) for i in range(5)]
     explained = torch_mpk.explain(model, inputs(0))
     [part] = explained.graphs[0].parts
-    told = {"explained": str(explained), "bytes": part.peer_bytes}
+    told = {"explained": str(explained), "peers": part.peers, "exchanges": part.exchanges}
     return {"digest": digest(found), "again": digest(again), "error": max(errors)} | told
 
 
@@ -70,9 +70,11 @@ def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
     results = run(2, exchanged, tmp_path)
     assert {each[key] for each in results for key in ("digest", "again")} == {results[0]["digest"]}
     assert max(each["error"] for each in results) < 1e-5
-    for each in results:
-        assert "a call to each of 1 other rank of group 0" in each["explained"]
-        assert each["bytes"] == 2 * ROWS * HIDDEN * 2 * 4  # of two sums, half of it tags
+    size = ROWS * HIDDEN * 2 * 4  # half of it tags
+    for rank, each in enumerate(results):
+        assert f"exchanges with rank {1 - rank} of group 0, to each 0.00195 MiB a call:" in each["explained"]
+        assert f"all_reduce: {size} bytes in 2 phases, 1 to " in each["explained"]
+        assert each["peers"] == [1 - rank] and [num_bytes for *_, num_bytes in each["exchanges"]] == [size, size]
 
 
 @torch.no_grad()
