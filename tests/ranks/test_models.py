@@ -22,12 +22,18 @@ LENGTH, NEW = 7, 10
 pytestmark = pytest.mark.slow
 
 
-def sharded(folder: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def sharded(
+    folder: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16, **settings: object
+) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=dtype, attn_implementation=attention
+        folder,
+        distributed_config=DistributedConfig(tp_plan="auto"),
+        dtype=dtype,
+        attn_implementation=attention,
+        **settings,
     ).eval()
 
 
@@ -56,7 +62,6 @@ CASES = thinned(
     [
         ("qwen3", 2, {"tie_word_embeddings": True}, {}),
         ("llama", 2, {"num_key_value_heads": 4}, {"do_sample": True, "top_p": 0.9}),
-        ("llama", 4, {"num_key_value_heads": 4}, {}),
         ("qwen3", 2, {"attention_bias": True}, {"prefill_chunk_size": 16}),
     ]
 )
@@ -87,6 +92,22 @@ def test_a_sharded_model_says_what_the_whole_says(
         assert results[0]["tokens"][0] == results[0]["tokens"][1]
 
 
+def test_eight_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    whole = tiny_model("llama", num_layers=1, dtype=torch.float32, **heads)
+    whole.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        exact = whole.double()(input_ids=torch.tensor(PROMPT)).logits
+    first, *others = run(8, logits_of_sharded, tmp_path, str(tmp_path / "model"))
+    assert others == [first] * 7, "ranks differ"
+    assert (torch.tensor(first) - exact).norm() < 1e-5 * exact.norm()
+
+
+def logits_of_sharded(rank: int, folder: str) -> list:
+    return logits_of(sharded(folder, dtype=torch.float32), PROMPT)
+
+
 def families(rank: int, names: list[str], folder: str, quantised: str) -> dict[str, object]:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -95,7 +116,20 @@ def families(rank: int, names: list[str], folder: str, quantised: str) -> dict[s
     model = sharded(quantised, dtype=torch.float32)
     linear = model.model.layers[0].self_attn.o_proj
     assert {str(weight.dtype) for weight in linear.parameters()} == {"torch.float8_e4m3fn", "torch.float32"}
-    return {"verdicts": {name: sweep.verdict(found[name]) for name in names}, "fp8": logits_of(model, PROMPT)}
+    verdicts = {name: sweep.verdict(found[name]) for name in names}
+    return {"verdicts": verdicts, "fp8": logits_of(model, PROMPT), "int8": error_of_int8(folder)}
+
+
+@torch.no_grad()
+def error_of_int8(folder: str) -> float:
+    """How far the logits of torchao's int8 weights are from eager's: each rank quantises its own part."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    model = sharded(f"{folder}/int8", dtype=torch.float32, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    assert type(model.model.layers[0].self_attn.o_proj.weight).__name__ == "Int8Tensor"
+    eager = model(input_ids=torch.tensor(PROMPT), use_cache=False).logits
+    return ((torch.tensor(logits_of(model, PROMPT)) - eager).norm() / eager.norm()).item()
 
 
 PROMPT = [[1, 2, 3, 4, 5]]
@@ -118,15 +152,17 @@ def save_quantised(folder: Path) -> list:
 
 
 def test_families_of_models(tmp_path: Path) -> None:
-    """An embedding that is scaled, experts behind norms of all heads (``python -m tests.ranks.sweep`` runs all), and
-    FP8 blocks, of whose weights and scales each rank has its part."""
+    """An embedding that is scaled, experts behind norms of all heads (``python -m tests.ranks.sweep`` runs all), FP8
+    blocks, of whose weights and scales each rank has its part, and torchao's int8 weights."""
     names = ["Gemma 2", "OLMoE"]
     sweep.save(names, tmp_path)
     whole = torch.tensor(save_quantised(tmp_path / "fp8"))
+    tiny_model("llama", num_layers=1).save_pretrained(tmp_path / "int8")
     for found in run(2, families, tmp_path, names, str(tmp_path), str(tmp_path / "fp8")):
         assert found["verdicts"] == dict.fromkeys(names, "")
         # Activations that round to another FP8 value are rare where sums are in another order.
         assert (torch.tensor(found["fp8"]) - whole).norm() < 1e-2 * whole.norm()
+        assert found["int8"] < 1e-5
 
 
 def refused(rank: int, folder: str) -> str:
