@@ -92,10 +92,11 @@ class CutCheck {
     require(s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,
             box + " is not cut up, of tiles that are dealt out beforehand");
     for (int n : job_.body)
-      require(can_load_boxes(s_.graph, matrix(n)),
-              name_buffer(s_, matrix(n).buffer) +
-                  " cannot come in boxes: it is none of the call's matrices of 16-bit " +
-                  "elements, or written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
+      require(
+          can_load_made_boxes(s_.graph, matrix(n)),
+          name_buffer(s_, matrix(n).buffer) +
+              " cannot come in boxes: it is none of the launch's matrices of 16-bit elements, or an input that is " +
+              "written, or its rows are not multiples of " + str(kBoxRowBytes) + " bytes");
     if (s.x_rows > 0) check_x();
   }
 

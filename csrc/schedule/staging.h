@@ -68,6 +68,11 @@ inline bool is_constant(const TBGraph& graph, const Tensor& t) {
 // Whether the copy engine can load boxes of the matrix before the launch awaits anything.
 inline bool can_load_boxes(const TBGraph& graph, const Tensor& t) { return can_be_boxed(t) && is_constant(graph, t); }
 
+// Whether it can once what makes the matrix is done, if the launch makes it.
+inline bool can_load_made_boxes(const TBGraph& graph, const Tensor& t) {
+  return can_be_boxed(t) && (is_constant(graph, t) || graph.buffers()[t.buffer].kind == BufferKind::kWorkspace);
+}
+
 // Whether producer warps can load stages of x as boxes. The call's own tensors may have any address.
 inline bool can_be_box_stages(const TBGraph& graph, const Tensor& x) {
   return can_be_boxed(x) && graph.buffers()[x.buffer].kind == BufferKind::kWorkspace;

@@ -227,6 +227,23 @@ def test_every_number_is_rounded_to_e4m3(arch: int) -> None:
     made.check_graph(run)
 
 
+MATRICES: list[dict[str, Any]] = [
+    {"n": 200, "k": 256, "storage": torch.int8, "bias": True, **ROWS},
+    {"n": 96, "k": 384, "block_rows": 128, "block_columns": 128},
+    {"n": 72, "k": 256, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+    {"n": 43, "k": 512, "storage": torch.uint8, "zero": torch.uint8, **GROUPS},
+    {"n": 48, "k": 256, "storage": torch.int32, "zero": torch.int32, "dtype": torch.float16, "apart": True,
+     **(GROUPS | {"packed": 8, "block_columns": 32})},
+    {"n": 48, "k": 192, "storage": torch.int32, "zero": torch.int32, "apart": True,
+     **(GROUPS | {"packed": 1, "block_columns": 64})},
+    {"n": 24, "k": 128, "storage": torch.int8, "apart": True, **ROWS},
+]  # fmt: skip
+
+
+def test_prompts_whose_weights_become_matrices() -> None:
+    check([call(rows=70, **sizes) for sizes in MATRICES], 90, {"dequantise", "linear.tiles"})
+
+
 def test_prompts_in_fp8() -> None:
     """Rows of x, and of weights, that are no whole tiles; blocks, rows and all of x with a scale."""
     check([call(**sizes) for sizes in PROMPTS], 90, {"tile", "e4m3_linear.tiles"})
@@ -264,17 +281,32 @@ def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> 
     check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
 
 
-@pytest.mark.parametrize("batch", [40, 70])
-def test_a_decoder_of_rows_that_are_quantised_once(batch: int) -> None:
-    sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 90, "layers": 1}
-    kernel = emulate(decoder(batch=batch, weights="fp8", **sizes), workers=8, polled=True)
-    kernels = {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs}
-    assert {"e4m3_linear.tiles", "linear.tiles", "attention.split_kv"} <= kernels
-    check_decoder(kernel, [90 - i for i in range(batch)], 89, 4e-2)
+@pytest.mark.parametrize(
+    ("weights", "batch", "kernel"),
+    [("fp8", 40, "e4m3_linear.tiles"), ("fp8", 70, "e4m3_linear.tiles"), ("int4", 70, "dequantise")],
+)
+def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kernel: str) -> None:
+    sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 90}
+    layers = 1 if weights == "fp8" else 2  # another layer would round its x to other numbers of e4m3
+    made = emulate(decoder(batch=batch, weights=weights, layers=layers, **sizes), workers=8, polled=True)
+    kernels = {job.cut.kernel for phase in made.schedule.phases for job in phase.jobs}
+    assert {kernel, "linear.tiles", "attention.split_kv"} <= kernels
+    check_decoder(made, [90 - i for i in range(batch)], 89, 4e-2)
 
 
 @pytest.mark.parametrize(
-    ("weights", "batch"), [("fp8", 1), ("fp8", 8), ("fp8", 32), ("fp8", 96), ("int8", 1), ("int4", 1), ("int4", 32)]
+    ("weights", "batch"),
+    [
+        ("fp8", 1),
+        ("fp8", 8),
+        ("fp8", 32),
+        ("fp8", 96),
+        ("int8", 1),
+        ("int8", 96),
+        ("int4", 1),
+        ("int4", 32),
+        ("int4", 96),
+    ],
 )
 def test_compiles_without_spills(weights: str, batch: int) -> None:
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.schedule.decoder_graph import Builder
+from tests.schedule.decoder_graph import Builder, decoder
 from torch_mpk import _C
 
 ATTRS = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
@@ -43,3 +43,15 @@ def test_what_cannot_be_multiplied_together_keeps_the_graph(rows: int, arch: int
     """On another chip, and beside weights that are converted in registers."""
     tasks = [node.task for node in schedule(rows, arch=arch, storage=storage).graph.nodes]
     assert tasks == ["quantized_linear"] * 3
+
+
+def test_matrices_of_prompts_take_turns_at_few_places() -> None:
+    """Made after those that they overwrite have been read, not all at the launch's start."""
+    sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 384, "layers": 3}
+    made = _C.make_schedule(decoder(batch=70, weights="int4", **sizes), _C.Target("cuda", 90, 132, 232448))
+    _C.validate(made)
+    tasks = [node.task for node in made.graph.nodes]
+    assert (tasks.count("dequantise"), tasks.count("linear"), tasks.count("quantized_linear")) == (21, 22, 0)
+    assert len([b for b in made.graph.buffers if b.name.startswith("matrix.")]) == 4  # q, k and v; o
+    first = [made.graph.nodes[job.body[0]].task for job in made.phases[0].jobs]
+    assert first.count("dequantise") == 4

@@ -217,6 +217,10 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, code,
     return y if bias is None else y + bias
 
 
+def dequantise(weight, weight_scale, zero, columns, dtype, **blocks):
+    return quantized_linear(torch.eye(columns), weight, weight_scale, None, None, zero, x_columns=0, **blocks).T
+
+
 def quantized_expert_linear(x, ids, weight, weight_scale, zero, **attrs):
     y = torch.zeros(*ids.shape, weight.shape[1])
     for e in range(len(weight)):
@@ -263,7 +267,7 @@ def test_reference_equals_formula(task, sample, dtype):
     expected = task.results(globals()[task.name](*wide, **attrs))
     for result, formula in zip(results, expected, strict=True):
         own = dtype
-        if task.name in ("quantise_rows", "e4m3_linear"):  # whose results' dtypes are not x's
+        if task.name in ("quantise_rows", "e4m3_linear", "dequantise"):  # whose results' dtypes are not x's
             own = result.dtype
         assert result.dtype == (own if formula.is_floating_point() else torch.int64)
         error = 2 * ULP.get(own, 0)

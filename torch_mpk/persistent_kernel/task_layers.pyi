@@ -114,6 +114,36 @@ class TaskLayers:
         softcap: float = ...,
     ) -> GlobalTensor: ...
     @overload
+    def dequantise_layer(
+        self,
+        *,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        zero: GlobalTensor | None = ...,
+        matrix: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        columns: int,
+        dtype: str,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def dequantise_layer(
+        self,
+        input: GlobalTensor,
+        weight_scale: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        zero: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        columns: int,
+        dtype: str,
+    ) -> GlobalTensor: ...
+    @overload
     def e4m3_linear_layer(
         self,
         *,

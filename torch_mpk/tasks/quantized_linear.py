@@ -186,6 +186,21 @@ def dequantised(
     return matrix if offsets is None else matrix + spread(offsets)
 
 
+def matrix_of(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    columns: int,
+    block_rows: int,
+    block_columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The matrix of a task's operands and attributes, whose block sizes may be 0."""
+    offsets = None if zero is None else _offsets(zero, weight, scale, columns, dtype)
+    rows = len(weight) * _word_rows(weight, columns)
+    return dequantised(weight, scale, block_rows or rows, block_columns or columns, dtype, columns, offsets)
+
+
 def _word_rows(weight: torch.Tensor, columns: int) -> int:
     """Rows that an element of the weight has, of a matrix of so many columns."""
     return len(PLACES) if weight.dtype == torch.int32 and weight.shape[-1] == columns else 1

@@ -86,7 +86,7 @@ TilesWriter::TilesWriter(const codegen::JobPlace& place, std::string name, std::
                            "",
                            {std::move(header)}}),
       own_(fields_of<TilesFields>(job_.cut)) {
-  code_.loads_early = true;
+  code_.loads_early = has_boxed_weights(context_.schedule, job_);
 }
 
 void TilesWriter::add_weight(const Node& node, const Tensor& weight) {
@@ -210,7 +210,7 @@ class Tiles : public TilesKernel {
   std::optional<std::string> refuses_matrices(const Schedule& schedule, const Job& job) const override {
     if (can_load_tiles(schedule, job)) return std::nullopt;
     return "in a kernel with more than 64 rows, x and the weights need 16-bit elements, rows of a multiple of 64 and "
-           "of 16 bytes apart, and the weights must be inputs of the call";
+           "of 16 bytes apart, and the call must not write the weights";
   }
 
   codegen::JobCode emit(const codegen::JobPlace& place) const override { return TilesWriter(place).run(); }

@@ -89,8 +89,10 @@ class TilesKernel : public Kernel {
   static void prove_rows_behind(const CutProof& proof, const TileShape& s, const TilesFields& own);
 };
 
+// x and weights may be what the launch makes: the loader awaits it.
 inline bool can_load_tiles(const Schedule& schedule, const Job& job) {
-  return can_be_boxed(Linears::input(schedule, job)) && has_boxed_weights(schedule, job);
+  return can_be_boxed(Linears::input(schedule, job)) &&
+         all_weights(schedule, job, [&](const Tensor& t) { return can_load_made_boxes(schedule.graph, t); });
 }
 
 }  // namespace mpk

@@ -26,11 +26,12 @@ ZeroKind zero_kind(DType t) {
 
 WeightFormat WeightFormat::of(const Node& node) {
   const Tensor &weight = node.operand("weight").tensor, &scale = node.operand("weight_scale").tensor;
-  const int64_t columns = size_of(node.operand("x").tensor, 0);
+  const Operand* x = node.find("x");
+  const int64_t columns = size_of((x != nullptr ? *x : node.operands.back()).tensor, 0);
   const int64_t word_rows = weight.dtype == DType::kI32 && size_of(weight, 0) == columns ? kWordRows : 1;
   const int64_t rows = size_of(weight, 1) * word_rows;
   const bool has_static_x = node.find("x_scale") != nullptr;
-  const int64_t x_columns = has_static_x ? columns : node.int_attr("x_columns");
+  const int64_t x_columns = x == nullptr ? 0 : has_static_x ? columns : node.int_attr("x_columns");
   const Operand* zero = node.find("zero");
   return {weight.dtype,
           scale.dtype,

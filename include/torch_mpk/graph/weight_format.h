@@ -67,6 +67,7 @@ struct WeightFormat {
   std::string name() const;  // for people
 
   // The format of a node with `quantized_linear`'s operands and attributes, or of all matrices of one that has several.
+  // Without an x, the node's result is the matrix.
   // Says what is wrong if it has none.
   static WeightFormat of(const Node& node);
   static std::optional<std::string> refuses(const Node& node);

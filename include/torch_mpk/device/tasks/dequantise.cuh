@@ -1,0 +1,98 @@
+// dequantise: a quantised weight as a matrix of 16 bits in memory.
+#pragma once
+
+#include "torch_mpk/device/launch.cuh"
+#include "torch_mpk/device/tasks/quantized_format.cuh"
+
+namespace mpk::linear {
+
+template <class V, class C>
+concept DequantiseVariant = QuantizedSizes<V> && HasScales<V> && Constants<int, V::kWordColumns> &&
+                            Constants<bool, V::kIsWide> && requires(const Job& job) {
+                              requires Constants<int64_t, V::kPitch>;  // of the matrix
+                              requires Constants<uint32_t, V::kRows, V::kSize>;
+                              { V::weight(job, 0) } -> Same<const uint8_t*>;
+                              { V::weight_pitch(0) } -> Same<int64_t>;  // in bytes
+                              { V::word_pitch(0) } -> Same<int64_t>;    // to the next kWordColumns
+                              { V::matrix(job) } -> Same<typename V::T*>;
+                            };
+
+template <class V>
+MPK_DEVICE const uint8_t* numbers_at(const Job& job, uint32_t line, uint32_t column) {
+  return V::weight(job, 0) + line * V::weight_pitch(0) + column / V::kWordColumns * V::word_pitch(0) +
+         column % V::kWordColumns * V::kWeightBits / 8;
+}
+
+// Eight columns of a row, whose numbers are one access.
+template <class V>
+struct WideUnit {
+  static constexpr uint32_t kColumns = 8, kCount = V::kRows * (V::kSize / kColumns);
+  uint32_t row, column;
+  uint32_t words[V::kWeightBits == 8 ? 2 : 1];
+  BlockScale<V> block;
+
+  MPK_DEVICE WideUnit(const Job& job, uint32_t i) {
+    // Where words of a row are apart, those of the next row are beside them.
+    const bool is_apart = V::kWordColumns < V::kSize;
+    row = is_apart ? i % V::kRows : i / (V::kSize / kColumns);
+    column = (is_apart ? i / V::kRows : i % (V::kSize / kColumns)) * kColumns;
+    const uint8_t* from = numbers_at<V>(job, row, column);
+    if constexpr (V::kWeightBits == 8) {
+      const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
+      words[0] = both.x, words[1] = both.y;
+    } else {
+      words[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+    }
+    block = load_block_scale<V>(job, 0, row, column / V::kScaleColumns);
+  }
+  MPK_DEVICE void store(const Job& job) const {
+    using T = typename V::T;
+    const float scale = to_float(block.scale), offset = block.offset();
+    Vec<T, kColumns> elements;
+#pragma unroll
+    for (int e = 0; e < int(kColumns); e++) {
+      constexpr int kInByte = 8 / V::kWeightBits;
+      const int byte = e / kInByte;
+      elements.v[e] =
+          cast<T>(fmaf(weight_of<V>(static_cast<uint8_t>(words[byte / 4] >> byte % 4 * 8), e), scale, offset));
+    }
+    *reinterpret_cast<Vec<T, kColumns>*>(V::matrix(job) + row * V::kPitch + column) = elements;
+  }
+};
+
+// A number, or a word's numbers of a column.
+template <class V>
+struct NarrowUnit {
+  static constexpr uint32_t kCount = V::kRows / V::kWordRows * V::kSize;
+  uint32_t line, column;
+
+  MPK_DEVICE NarrowUnit(const Job&, uint32_t i) : line(i / V::kSize), column(i % V::kSize) {}
+  MPK_DEVICE void store(const Job& job) const {
+#pragma unroll
+    for (uint32_t r = 0; r < V::kWordRows; r++) {
+      const uint32_t row = line * V::kWordRows + r, place = V::kWordRows > 1 ? place_in_word<V>(row) : column;
+      const uint8_t byte = __ldg(numbers_at<V>(job, line, column) + (V::kWordRows > 1 ? place / 2 : 0));
+      const BlockScale<V> block = load_block_scale<V>(job, 0, row, column / V::kScaleColumns);
+      V::matrix(job)[row * V::kPitch + column] =
+          cast<typename V::T>(fmaf(weight_of<V>(byte, place), to_float(block.scale), block.offset()));
+    }
+  }
+};
+
+// All threads of all workers share the units, neighbours side by side, some at a time.
+template <class V, class C>
+MPK_DEVICE void compute_dequantised(C& c, const Job& job) {
+  static_assert(DequantiseVariant<V, C>);
+  if (!c.await()) return;
+  using Unit = typename Choose<V::kIsWide, WideUnit<V>, NarrowUnit<V>>::Type;
+  constexpr uint32_t kStep = C::Config::kNumWorkers * kConsumerThreads, kTogether = 4;
+  for (uint32_t first = c.worker(job) * kConsumerThreads + c.rank; first < Unit::kCount; first += kTogether * kStep) {
+    const auto unit = [&](uint32_t u) { return Unit(job, min(first + u * kStep, Unit::kCount - 1)); };
+    const Unit units[kTogether] = {unit(0), unit(1), unit(2), unit(3)};
+#pragma unroll
+    for (uint32_t u = 0; u < kTogether; u++)
+      if (first + u * kStep < Unit::kCount) units[u].store(job);
+  }
+}
+
+}  // namespace mpk::linear
