@@ -157,11 +157,11 @@ def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
 
 def test_formats_of_one_input_are_jobs_of_their_own() -> None:
     """Of one storage, in the same blocks: 8 and 4 bits, words of columns and of rows, with zero points and without."""
-    x, attrs = torch.randn(2, 256).bfloat16(), ROWS | {"x_columns": 0}
-    words = {"storage": torch.int32, **ROWS}
+    x, attrs = torch.randn(2, 256).bfloat16(), ROWS | {"x_columns": -1}  # else they become matrices
+    words = {"storage": torch.int32, **attrs}
     made = [
-        call(2, 48, 256, storage=torch.int8, **ROWS),
-        call(2, 48, 256, storage=torch.int8, packed=2, **ROWS),
+        call(2, 48, 256, storage=torch.int8, **attrs),
+        call(2, 48, 256, storage=torch.int8, packed=2, **attrs),
         call(2, 48, 256, packed=8, scale=torch.float16, zero=torch.int32, apart=True, **words),
         call(2, 48, 256, packed=1, scale=torch.float16, zero=torch.int32, apart=True, **words),
         call(2, 48, 256, packed=1, scale=torch.float16, **words),
@@ -240,8 +240,11 @@ MATRICES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_prompts_whose_weights_become_matrices() -> None:
-    check([call(rows=70, **sizes) for sizes in MATRICES], 90, {"dequantise", "linear.tiles"})
+@pytest.mark.parametrize(("rows", "arch", "kernel"), [(70, 90, "tiles"), (20, 100, "rows"), (3, 80, "vector")])
+def test_weights_that_become_matrices(rows: int, arch: int, kernel: str) -> None:
+    """Those of a prompt, and those that come in no boxes."""
+    sizes = MATRICES if rows == 70 else MATRICES[-4:-1]
+    check([call(rows=rows, **each) for each in sizes], arch, {"dequantise", f"linear.{kernel}"})
 
 
 def test_prompts_in_fp8() -> None:

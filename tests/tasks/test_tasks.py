@@ -217,8 +217,10 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, code,
     return y if bias is None else y + bias
 
 
-def dequantise(weight, weight_scale, zero, columns, dtype, **blocks):
-    return quantized_linear(torch.eye(columns), weight, weight_scale, None, None, zero, x_columns=0, **blocks).T
+def dequantise(weight, weight_scale, zero, *tables, columns, dtype, **blocks):
+    return quantized_linear(
+        torch.eye(columns), weight, weight_scale, None, None, zero, *tables, x_columns=0, **blocks
+    ).T
 
 
 def quantized_expert_linear(x, ids, weight, weight_scale, zero, **attrs):

@@ -113,19 +113,18 @@ def quantized_linear(
     check_format("quantized_linear", x.shape[1], weight, weight_scale, zero, block_rows, block_columns)
     if x_scale is not None:
         x_columns = -1
-    _check_tables(weight, weight_scale, zero, groups, code, (scale_code, scale_scale, scale_offset), scale_block)
-    if scale_code is not None:
-        assert scale_scale is not None and scale_offset is not None
-        weight_scale = _nested(weight_scale, scale_code, scale_scale, scale_offset, scale_block)
+    nested = scale_code, scale_scale, scale_offset
+    check_tables("quantized_linear", weight, weight_scale, zero, groups, code, nested, scale_block)
+    weight_scale = scales_of(weight_scale, nested, scale_block)
     if x_columns and (groups is not None or code is not None):
         raise TaskError("quantized_linear: x is quantised, which it is not beside groups or code")
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = quantise(x.to(computed), x_columns, x_scale) if x_columns else x.to(computed)
     bias = None if bias is None else bias.to(computed)
-    word = _word_rows(weight, x.shape[1])
+    word = word_rows(weight, x.shape[1])
     rows_of_weight = weight.shape[0] * word
     block_rows, block_columns = block_rows or rows_of_weight, block_columns or x.shape[1]
-    offsets = None if zero is None else _offsets(zero, weight, weight_scale, x.shape[1], computed)
+    offsets = offsets_of(zero, weight, weight_scale, x.shape[1], computed)
     step = block_rows * word
     height = max(MOST_ELEMENTS // max(x.shape[1], 1) // step, 1) * step
     if rows_of_weight <= height:
@@ -174,7 +173,7 @@ def dequantised(
     ``offsets``: what is added to each block; ``groups``: the block of each column; ``code``: the numbers of codes.
     """
     columns = weight.shape[1] if columns is None else columns
-    shape = len(weight) * _word_rows(weight, columns), columns
+    shape = len(weight) * word_rows(weight, columns), columns
 
     def spread(blocks: torch.Tensor) -> torch.Tensor:
         each = blocks.to(dtype).repeat_interleave(block_rows, 0)[: shape[0]] if block_rows > 1 else blocks.to(dtype)
@@ -186,22 +185,7 @@ def dequantised(
     return matrix if offsets is None else matrix + spread(offsets)
 
 
-def matrix_of(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    columns: int,
-    block_rows: int,
-    block_columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The matrix of a task's operands and attributes, whose block sizes may be 0."""
-    offsets = None if zero is None else _offsets(zero, weight, scale, columns, dtype)
-    rows = len(weight) * _word_rows(weight, columns)
-    return dequantised(weight, scale, block_rows or rows, block_columns or columns, dtype, columns, offsets)
-
-
-def _word_rows(weight: torch.Tensor, columns: int) -> int:
+def word_rows(weight: torch.Tensor, columns: int) -> int:
     """Rows that an element of the weight has, of a matrix of so many columns."""
     return len(PLACES) if weight.dtype == torch.int32 and weight.shape[-1] == columns else 1
 
@@ -209,7 +193,7 @@ def _word_rows(weight: torch.Tensor, columns: int) -> int:
 def _numbers(weight: torch.Tensor, columns: int, code: torch.Tensor | None) -> torch.Tensor:
     if code is not None:
         return code[_nibbles(weight, 1, (1, 0))]
-    if _word_rows(weight, columns) > 1:
+    if word_rows(weight, columns) > 1:
         return _nibbles(weight, 0, PLACES) - _OFFSET[weight.dtype]
     if weight.shape[1] == columns:
         return weight
@@ -224,19 +208,23 @@ def _nibbles(packed: torch.Tensor, dim: int, places: Sequence[int]) -> torch.Ten
     return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
-def _nested(
-    scale: torch.Tensor, code: torch.Tensor, scale_of_scale: torch.Tensor, offset: torch.Tensor, block: int
-) -> torch.Tensor:
-    own = scale_of_scale.repeat_interleave(block)[: scale.numel()].view(scale.shape)
-    return code[scale.int()] * own + offset
+def scales_of(scale: torch.Tensor, nested: Sequence[torch.Tensor | None], block: int) -> torch.Tensor:
+    """Scales as numbers; ``nested``: scale_code, scale_scale and scale_offset, or None thrice."""
+    code, scale_of_scale, offset = nested
+    if code is None or scale_of_scale is None:
+        return scale
+    return code[scale.int()] * scale_of_scale.repeat_interleave(block)[: scale.numel()].view(scale.shape) + offset
 
 
-def _offsets(
-    zero: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
+def offsets_of(
+    zero: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What zero points add to each block's numbers."""
+    if zero is None:
+        return None
     if zero.dtype.is_floating_point:
         return zero.to(dtype)
-    has_word_rows = _word_rows(weight, columns) > 1
+    has_word_rows = word_rows(weight, columns) > 1
     points = zero
     if zero.dtype == torch.int32:
         points = _nibbles(zero, 0, PLACES if has_word_rows else range(8))[: len(scale)]
@@ -244,7 +232,8 @@ def _offsets(
     return (middle - points.to(dtype)) * scale.to(dtype)
 
 
-def _check_tables(
+def check_tables(
+    task_name: str,
     weight: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
@@ -253,16 +242,17 @@ def _check_tables(
     of_scales: Sequence[torch.Tensor | None],
     scale_block: int,
 ) -> None:
+    """Checks what columns and scales look up. Raises TaskError."""
     if code is not None and (weight.dtype != torch.uint8 or zero is not None or groups is not None or len(code) != 16):
         raise TaskError(
-            f"quantized_linear: code has {len(code)} numbers beside {weight.dtype} weights, expected 16, and uint8 "
+            f"{task_name}: code has {len(code)} numbers beside {weight.dtype} weights, expected 16, and uint8 "
             "weights without zero or groups"
         )
     given = [len(table) for table in of_scales if table is not None]
     expected = [256, -(-scale.numel() // max(scale_block, 1)), 1] if scale.dtype == torch.uint8 else []
     if given != expected or (given and scale_block < 1):
         raise TaskError(
-            f"quantized_linear: scale_code, scale_scale and scale_offset have sizes {given} beside scales of "
+            f"{task_name}: scale_code, scale_scale and scale_offset have sizes {given} beside scales of "
             f"{scale.dtype} in blocks of {scale_block}, expected {expected}"
         )
 
@@ -287,7 +277,7 @@ def check_format(
             f"{task_name}: weight has {elements} columns of {weight.dtype}, expected {expected}, "
             f"where K is x's {columns}"
         )
-    word = _word_rows(weight, columns)
+    word = word_rows(weight, columns)
     if word > 1 and (stack or columns % 2):
         raise TaskError(
             f"{task_name}: weight has eight rows to an int32, which is for a single matrix of an even number of columns"

@@ -1,13 +1,14 @@
 #include "blocks.h"
 
-#include <vector>
-
 #include "../../codegen/text.h"
 #include "../../schedule/staging.h"
 
 namespace mpk {
 
 using namespace codegen;
+
+const std::vector<std::string> kOfWeight = {"weight", "weight_scale", "zero",        "groups",
+                                            "code",   "scale_code",   "scale_scale", "scale_offset"};
 
 std::optional<std::string> refuses_weights(const Schedule& schedule, const Job& job) {
   const WeightFormat first = format_of(schedule, job);
@@ -19,10 +20,9 @@ std::optional<std::string> refuses_weights(const Schedule& schedule, const Job& 
       return "weights of one job are scaled in different blocks";
     if (mine.packed != first.packed || mine.word_rows != first.word_rows)
       return "weights of one job are packed in different ways";
-    for (const char* name :
-         {"weight", "weight_scale", "zero", "groups", "code", "scale_code", "scale_scale", "scale_offset"})
+    for (const std::string& name : kOfWeight)
       if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
-        return "the launch writes a " + std::string(name);
+        return "the launch writes a " + name;
   }
   return std::nullopt;
 }
@@ -43,6 +43,22 @@ std::string write_blocks(const KernelContext& context, Refs& refs, const Job& jo
          returning("const " + type + "*", name + "(const Job& job, int i)", choose("i", places)) +
          returning("int64_t", name + "_pitch(int i)", choose("i", pitches)) +
          returning("int64_t", name + "_column_pitch(int i)", choose("i", column_pitches));
+}
+
+std::string write_tables(const KernelContext& context, Refs& refs, const Job& job) {
+  const auto table = [&](const std::string& type, const std::string& name) {
+    std::vector<std::string> places;
+    for (int n : job.body) places.push_back(refs.pointer(context.node(n), context.node(n).operand(name).tensor));
+    return returning("const " + type + "*", name + "(const Job& job, int i)", choose("i", places));
+  };
+  const WeightFormat format = format_of(context.schedule, job);
+  std::string text;
+  if (format.has_groups) text += constant("kGroups", format.scale_columns()) + table("int32_t", "groups");
+  if (format.has_code) text += table("float", "code");
+  if (!format.has_nested_scales()) return text;
+  text += constant("kRowScales", format.scale_columns()) + constant("kScaleBlock", format.scale_block);
+  for (const char* name : {"scale_code", "scale_scale", "scale_offset"}) text += table("float", name);
+  return text;
 }
 
 std::string write_block_rows(const KernelContext& context, const Job& job) {

@@ -1,5 +1,5 @@
-// Quantised weights of which kernels have many rows of x and no tensor cores multiply them as they are: a matrix of 16
-// bits is made of each, shortly before linear multiplies by it.
+// Quantised weights beside an x that is not: a matrix of 16 bits is made of each, shortly before linear multiplies by
+// it. Where x has many rows, or weights come in no boxes, that takes less time than to convert them in products.
 #include <algorithm>
 #include <map>
 #include <string>
@@ -20,9 +20,6 @@
 namespace mpk {
 namespace {
 
-// The operands of quantized_linear that dequantise has, too.
-const std::vector<std::string> kOfWeight = {"weight", "weight_scale", "zero"};
-
 // ---- the rewrite
 
 // The place of a matrix in the workspace. Linears of one x, which may be one job, have a set of places; those behind
@@ -36,11 +33,6 @@ struct Place {
 class Dequantises {
  public:
   explicit Dequantises(const TBGraph& graph) : graph_(graph) {
-    const bool has_many = std::ranges::any_of(graph.nodes(), [](const Node& node) {
-      const Operand* x = node.find("x");
-      return x != nullptr && x->tensor.shape[0] >= kFewestTileRows;
-    });
-    if (!has_many) return;
     find_places();
     if (places_.empty()) return;
     TBGraph made;
@@ -118,7 +110,7 @@ class Dequantises {
 };
 
 std::optional<TBGraph> dequantise(const TBGraph& graph, const Target& target) {
-  if (target.device != "cuda" || !arch_of(target.arch).has_warpgroup_products) return std::nullopt;
+  if (target.device != "cuda") return std::nullopt;
   return Dequantises(graph).result();
 }
 
@@ -141,6 +133,9 @@ class Dequantise : public Kernel {
   std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
     const Tensor& matrix = node.operands.back().tensor;
     if (auto why = WeightFormat::refuses(node)) return why;
+    for (const char* name : {"groups", "code", "scale_code", "scale_scale"})
+      if (const Operand* operand = node.find(name))
+        if (auto why = refuses_inner_stride(*operand)) return why;
     if (!is_reduced_float(matrix.dtype)) return "its result is not of 16-bit floats";
     if (matrix.numel() >= int64_t{1} << 32) return "its result has 2^32 elements or more";
     return refuses_inner_stride(node.operands.back());
@@ -182,6 +177,7 @@ class Dequantise : public Kernel {
         constant("kScaleColumns", format.block_columns) + flag("kRowsHaveScales", format.block_rows == 1) +
         write_block_rows(place.context, place.job) +
         write_blocks(place.context, refs, place.job, "weight_scale", "Scale", "scale");
+    code.body += write_tables(place.context, refs, place.job);
     if (format.has_zero()) code.body += write_blocks(place.context, refs, place.job, "zero", "Zero", "zero");
     return code;
   }

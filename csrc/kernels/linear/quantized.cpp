@@ -326,29 +326,10 @@ class DirectWriter : public QuantizedWriter {
       const Tensor& weight = context_.node(n).operand("weight").tensor;
       pitches.push_back(str(weight.strides[1] * size_bytes(weight.dtype)));
     }
-    return QuantizedWriter::write_places() + write_tables() + constant("kRun", std::min(format_.run(), size_)) +
-           weights_.members() + constant("kWordColumns", is_apart ? format_.packed : size_) +
+    return QuantizedWriter::write_places() + write_tables(context_, refs_, job_) +
+           constant("kRun", std::min(format_.run(), size_)) + weights_.members() +
+           constant("kWordColumns", is_apart ? format_.packed : size_) +
            returning("int64_t", "word_pitch(int i)", is_apart ? choose("i", pitches) : "0");
-  }
-
-  // What single columns or scales look up.
-  std::string write_tables() {
-    using namespace codegen;
-    std::string text;
-    if (format_.has_groups) text += constant("kGroups", format_.scale_columns()) + write_table("int32_t", "groups");
-    if (format_.has_code) text += write_table("float", "code");
-    if (!format_.has_nested_scales()) return text;
-    text += constant("kRowScales", format_.scale_columns()) + constant("kScaleBlock", format_.scale_block);
-    for (const char* name : {"scale_code", "scale_scale", "scale_offset"}) text += write_table("float", name);
-    return text;
-  }
-  std::string write_table(const std::string& type, const std::string& name) {
-    std::vector<std::string> places;
-    for (int n : job_.body) {
-      const Node& node = context_.node(n);
-      places.push_back(refs_.pointer(node, node.operand(name).tensor));
-    }
-    return codegen::returning("const " + type + "*", name + "(const Job& job, int i)", codegen::choose("i", places));
   }
 
   codegen::WeightsInPlace weights_;

@@ -324,8 +324,9 @@ class Rows : public Kernel {
       return "x has " + std::to_string(linears.batch) + " rows, expected 2 to " + std::to_string(kMostRows);
     if (!linears.arch.has_bulk_copies) return "the chip has no copy engine";
     if (schedule.warps.slot_bytes % kBoxAlignment != 0) return "slots of the ring are no multiple of a box";
-    if (!has_boxed_weights(schedule, job))
-      return "a weight cannot come in boxes: it is not the call's, not of 16-bit elements, or its rows are not "
+    if (!all_weights(schedule, job, [&](const Tensor& t) { return can_load_made_boxes(schedule.graph, t); }))
+      return "a weight cannot come in boxes: it is an input that is written, not of 16-bit elements, or its rows are "
+             "not "
              "multiples of 64 elements";
     return std::nullopt;
   }

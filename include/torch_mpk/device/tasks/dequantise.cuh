@@ -2,7 +2,7 @@
 #pragma once
 
 #include "torch_mpk/device/launch.cuh"
-#include "torch_mpk/device/tasks/quantized_format.cuh"
+#include "torch_mpk/device/tasks/weights_in_place.cuh"
 
 namespace mpk::linear {
 
@@ -17,44 +17,38 @@ concept DequantiseVariant = QuantizedSizes<V> && HasScales<V> && Constants<int, 
                               { V::matrix(job) } -> Same<typename V::T*>;
                             };
 
-template <class V>
-MPK_DEVICE const uint8_t* numbers_at(const Job& job, uint32_t line, uint32_t column) {
-  return V::weight(job, 0) + line * V::weight_pitch(0) + column / V::kWordColumns * V::word_pitch(0) +
-         column % V::kWordColumns * V::kWeightBits / 8;
-}
-
 // Eight columns of a row, whose numbers are one access.
 template <class V>
 struct WideUnit {
   static constexpr uint32_t kColumns = 8, kCount = V::kRows * (V::kSize / kColumns);
+  // Where words of a row are apart, those of the next row are beside them.
+  static constexpr bool kIsApart = V::kWordColumns < V::kSize;
   uint32_t row, column;
   uint32_t words[V::kWeightBits == 8 ? 2 : 1];
   BlockScale<V> block;
 
-  MPK_DEVICE WideUnit(const Job& job, uint32_t i) {
-    // Where words of a row are apart, those of the next row are beside them.
-    const bool is_apart = V::kWordColumns < V::kSize;
-    row = is_apart ? i % V::kRows : i / (V::kSize / kColumns);
-    column = (is_apart ? i / V::kRows : i % (V::kSize / kColumns)) * kColumns;
-    const uint8_t* from = numbers_at<V>(job, row, column);
+  MPK_DEVICE WideUnit(const Job& job, uint32_t i)
+      : row(kIsApart ? i % V::kRows : i / (V::kSize / kColumns)),
+        column((kIsApart ? i / V::kRows : i % (V::kSize / kColumns)) * kColumns) {
+    const uint8_t* from = RowInPlace<V>(job, 0, row).at(column);
     if constexpr (V::kWeightBits == 8) {
       const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
       words[0] = both.x, words[1] = both.y;
     } else {
       words[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
     }
-    block = load_block_scale<V>(job, 0, row, column / V::kScaleColumns);
+    if constexpr (!V::kHasGroups) block = load_block_scale<V>(job, 0, row, column / V::kScaleColumns);
   }
   MPK_DEVICE void store(const Job& job) const {
     using T = typename V::T;
-    const float scale = to_float(block.scale), offset = block.offset();
+    const RowInPlace<V> in_place(job, 0, row);
     Vec<T, kColumns> elements;
 #pragma unroll
-    for (int e = 0; e < int(kColumns); e++) {
-      constexpr int kInByte = 8 / V::kWeightBits;
-      const int byte = e / kInByte;
-      elements.v[e] =
-          cast<T>(fmaf(weight_of<V>(static_cast<uint8_t>(words[byte / 4] >> byte % 4 * 8), e), scale, offset));
+    for (int e = 0; e < static_cast<int>(kColumns); e++) {
+      const int byte = e * V::kWeightBits / 8;
+      const float number = in_place.number_in(static_cast<uint8_t>(words[byte / 4] >> byte % 4 * 8), e);
+      const BlockScale<V> own = V::kHasGroups ? in_place.block_of(column + e) : block;
+      elements.v[e] = cast<T>(fmaf(number, to_float(own.scale), own.offset()));
     }
     *reinterpret_cast<Vec<T, kColumns>*>(V::matrix(job) + row * V::kPitch + column) = elements;
   }
@@ -70,11 +64,9 @@ struct NarrowUnit {
   MPK_DEVICE void store(const Job& job) const {
 #pragma unroll
     for (uint32_t r = 0; r < V::kWordRows; r++) {
-      const uint32_t row = line * V::kWordRows + r, place = V::kWordRows > 1 ? place_in_word<V>(row) : column;
-      const uint8_t byte = __ldg(numbers_at<V>(job, line, column) + (V::kWordRows > 1 ? place / 2 : 0));
-      const BlockScale<V> block = load_block_scale<V>(job, 0, row, column / V::kScaleColumns);
-      V::matrix(job)[row * V::kPitch + column] =
-          cast<typename V::T>(fmaf(weight_of<V>(byte, place), to_float(block.scale), block.offset()));
+      const uint32_t row = line * V::kWordRows + r;
+      const RowInPlace<V> in_place(job, 0, row);
+      V::matrix(job)[row * V::kPitch + column] = cast<typename V::T>(in_place.weight(column));
     }
   }
 };

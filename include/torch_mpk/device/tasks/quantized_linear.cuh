@@ -2,35 +2,13 @@
 // the numbers that it is quantised to, with a factor for each run of columns.
 #pragma once
 
-#include "torch_mpk/device/tasks/quantized_format.cuh"
+#include "torch_mpk/device/tasks/weights_in_place.cuh"
 
 namespace mpk::linear {
 
 template <class V, class C>
 concept QuantizedVariant =
-    Variant<V, C> && QuantizedSizes<V> && HasScales<V> && Constants<int, V::kRun> && requires(const Job& job, int i) {
-      { V::weight(job, i) } -> Same<const uint8_t*>;  // i: segment or part
-      { V::weight_pitch(i) } -> Same<int64_t>;        // in bytes
-      // Columns that stand side by side, and bytes to those behind them.
-      requires Constants<int, V::kWordColumns>;
-      { V::word_pitch(i) } -> Same<int64_t>;
-      // Of each column, the one of so many groups that it belongs to.
-      requires !V::kHasGroups || requires {
-        requires Constants<int, V::kGroups>;
-        { V::groups(job, i) } -> Same<const int32_t*>;
-      };
-      // Numbers of all codes, of which the first of two stands in the high bits.
-      requires !V::kHasCode || requires {
-        { V::code(job, i) } -> Same<const float*>;
-      };
-      // Numbers of scales, by byte; for so many of them a scale of theirs; what is added to the products.
-      requires !V::kNestedScales || requires {
-        requires Constants<int, V::kRowScales, V::kScaleBlock>;
-        { V::scale_code(job, i) } -> Same<const float*>;
-        { V::scale_scale(job, i) } -> Same<const float*>;
-        { V::scale_offset(job, i) } -> Same<const float*>;
-      };
-    };
+    Variant<V, C> && QuantizedSizes<V> && HasScales<V> && HasWeightsInPlace<V> && Constants<int, V::kRun>;
 
 template <class V>
 struct DirectShape {
@@ -63,59 +41,6 @@ MPK_DEVICE void quantize_rows(C& c, const Job& job, uint8_t* staged) {
     }
   }
 }
-
-// A row of weights where it is.
-template <class V>
-struct RowInPlace {
-  const Job& job;
-  const int which;  // segment or part
-  const uint32_t n;
-  const uint32_t place;      // of its 4 bits, in words that have several rows
-  const uint8_t* const row;  // or where these bits of column 0 are
-
-  MPK_DEVICE RowInPlace(const Job& job, int which, uint32_t n)
-      : job(job),
-        which(which),
-        n(n),
-        place(V::kWordRows > 1 ? place_in_word<V>(n) : 0),
-        row(V::weight(job, which) + n / V::kWordRows * V::weight_pitch(which) + place / 2) {}
-
-  MPK_DEVICE float number(int k) const {
-    const uint8_t byte = row[k / V::kWordColumns * V::word_pitch(which) + k % V::kWordColumns * V::kWeightBits / 8];
-    if constexpr (V::kHasCode) {
-      return V::code(job, which)[byte >> (1 - k % 2) * 4 & 15];
-    } else {
-      return weight_of<V>(byte, V::kWordRows > 1 ? place : k);
-    }
-  }
-  // The weight of column k, whose group has any number; NaN if there is none of that number.
-  MPK_DEVICE float of_group(int k) const {
-    const uint32_t group = V::groups(job, which)[k];
-    if (group >= V::kGroups) return __int_as_float(0x7fffffff);
-    const BlockScale<V> block = load_block_scale<V>(job, which, n, group);
-    return fmaf(number(k), to_float(block.scale), block.offset());
-  }
-
-  // A lane's part of the product with a run of x.
-  template <class T>
-  MPK_DEVICE float sum(const T* x, int first, int end, int lane) const {
-    float sum = 0, sum_of_x = 0;
-    for (int k = first + lane; k < end; k += 32) {
-      if constexpr (V::kHasGroups) {
-        sum = fmaf(of_group(k), to_float(x[k]), sum);
-      } else {
-        sum = fmaf(number(k), to_float(x[k]), sum);
-        if constexpr (V::kZero != kNoZero) sum_of_x += to_float(x[k]);
-      }
-    }
-    if constexpr (!V::kScalesByRow && !V::kHasGroups) {
-      const BlockScale<V> block = load_block_scale<V>(job, which, n, first / V::kScaleColumns);
-      sum *= to_float(block.scale);
-      if constexpr (V::kZero != kNoZero) sum = fmaf(sum_of_x, block.offset(), sum);
-    }
-    return sum;
-  }
-};
 
 template <class V, class C>
 MPK_DEVICE void compute_quantized_direct(C& c, const Job& job) {
