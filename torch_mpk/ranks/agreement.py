@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from torch_mpk.config import Options
@@ -98,7 +99,7 @@ def telling(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     except RankLostError:
         raise
     except Exception as error:
-        group = group_of_graph(gm, inputs)
+        group = group_of_graph(gm, inputs) if dist.is_initialized() else None
         if group is not None and Team.num_gathered == before:
             team_of(group).gather(_COMPARE, ({}, [], first_line(error), None))
         raise
@@ -106,7 +107,7 @@ def telling(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
 
 def leave(gm: fx.GraphModule, inputs: Sequence[Any], why: str) -> None:
     """Has no other rank wait for this one where a graph exchanges."""
-    if group_of_graph(gm, inputs) is not None:
+    if dist.is_initialized() and group_of_graph(gm, inputs) is not None:
         stay_away(why)
 
 
