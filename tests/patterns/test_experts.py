@@ -54,9 +54,9 @@ def weights_of(experts: Experts) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("form", FORWARD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("is_transposed", "has_bias", "has_gate", "has_norm"),
-    [(False, False, True, False), (True, True, True, False), (False, True, False, True)],
-    ids=["gated", "transposed", "normed"],
+    ("is_transposed", "has_bias", "has_gate", "has_norm", "is_shared_out"),
+    [(False, False, True, False, False), (True, True, True, False, True), (False, True, False, True, False)],
+    ids=["gated", "transposed and shared out", "normed"],
 )
 def test_forms(
     monkeypatch: pytest.MonkeyPatch,
@@ -66,10 +66,13 @@ def test_forms(
     has_bias: bool,
     has_gate: bool,
     has_norm: bool,
+    is_shared_out: bool,
 ) -> None:
+    """Where whole experts are shared out to ranks, pairs of other ranks' have an id behind all, and no weight."""
     # As while Dynamo compiles.
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda x, weight, offs: weight.dtype == torch.bfloat16)
     experts = Experts(is_transposed, has_bias, has_gate, has_norm, dtype)
+    experts._is_expert_parallel = is_shared_out
     names = list(weights_of(experts))
 
     def call(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, *weights: torch.Tensor) -> Any:
@@ -80,8 +83,9 @@ def test_forms(
     given = list(weights_of(experts).values())
 
     def routed(chosen: str) -> list[torch.Tensor]:
-        ids = chosen_ids(4, 3, EXPERTS, chosen)
-        return [torch.randn(4, DEPTH).to(dtype), ids, torch.rand(4, 3).to(dtype), *given]
+        ids = chosen_ids(4, 3, EXPERTS + is_shared_out, chosen)
+        scores = torch.rand(4, 3).masked_fill(ids == EXPERTS, 0).to(dtype)
+        return [torch.randn(4, DEPTH).to(dtype), ids, scores, *given]
 
     # Sums of other sizes have another order, and rounding follows.
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
@@ -91,8 +95,9 @@ def test_forms(
     first, second = operands_of(gm, "expert_linear")
     operand = "transposed" if is_transposed else "weight"
     assert {first[operand].op, second[operand].op} == {"placeholder"}  # read where it lies
-    assert first["x"].meta["val"].stride(1) == 0  # a row of x for all its choices
-    assert shape(second["x"]) == (4, 3, WIDTH)
+    if not is_shared_out:  # else x has zeros, and ids others, pair by pair
+        assert first["x"].meta["val"].stride(1) == 0  # a row of x for all its choices
+        assert shape(second["x"]) == (4, 3, WIDTH)
 
 
 def grouped(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -147,11 +152,24 @@ def _other_groups(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> A
     return (product[inverse],)
 
 
+def _of_other_ids(x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> Any:
+    in_order, order = torch.sort(ids)
+    ends = torch.histc(in_order.float(), bins=len(weight), min=0, max=len(weight) - 1).cumsum(0, dtype=torch.int32)
+    in_order.clamp_(max=1)
+    product = torch._grouped_mm(x[order], weight.transpose(1, 2), offs=ends)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return (product[inverse],)
+
+
+SORTED = [_kept, _mixed, _moved, _by_position, _written, _seen_in_halves, _other_groups, _of_other_ids]
+
+
 def pairs() -> list[torch.Tensor]:
     return [torch.randn(6, 16).bfloat16(), torch.randint(EXPERTS, (6,)), torch.randn(EXPERTS, 8, 16).bfloat16()]
 
 
-@pytest.mark.parametrize("function", [_kept, _mixed, _moved, _by_position, _written, _seen_in_halves, _other_groups])
+@pytest.mark.parametrize("function", SORTED)
 def test_sorted_rows_that_something_else_depends_on_stay(function: Any) -> None:
     gm = rewritten(function, *pairs())
     assert not tasks_of(gm)["expert_linear"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import torch_mpk
 from tests.ranks import sweep
@@ -23,14 +24,14 @@ pytestmark = pytest.mark.slow
 
 
 def sharded(
-    folder: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16, **settings: object
+    folder: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16, num_groups: int = 1, **settings: object
 ) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+    """``num_groups``: of experts, where whole ones are shared out."""
     from transformers.distributed import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
         folder,
-        distributed_config=DistributedConfig(tp_plan="auto"),
+        distributed_config=DistributedConfig(tp_plan="auto", ep_size=num_groups),
         dtype=dtype,
         attn_implementation=attention,
         **settings,
@@ -117,7 +118,10 @@ def families(rank: int, names: list[str], folder: str, quantised: str) -> dict[s
     linear = model.model.layers[0].self_attn.o_proj
     assert {str(weight.dtype) for weight in linear.parameters()} == {"torch.float8_e4m3fn", "torch.float32"}
     verdicts = {name: sweep.verdict(found[name]) for name in names}
-    return {"verdicts": verdicts, "fp8": logits_of(model, PROMPT), "int8": error_of_int8(folder)}
+    experts = sharded(f"{folder}/{names.index('OLMoE')}", dtype=torch.float32, num_groups=2)
+    assert len(experts.model.layers[0].mlp.experts.down_proj.to_local()) * 2 == experts.config.num_experts
+    found = {"fp8": logits_of(model, PROMPT), "experts": logits_of(experts, PROMPT)}
+    return {"verdicts": verdicts, "int8": error_of_int8(folder), **found}
 
 
 @torch.no_grad()
@@ -153,16 +157,20 @@ def save_quantised(folder: Path) -> list:
 
 def test_families_of_models(tmp_path: Path) -> None:
     """An embedding that is scaled, experts behind norms of all heads (``python -m tests.ranks.sweep`` runs all), FP8
-    blocks, of whose weights and scales each rank has its part, and torchao's int8 weights."""
+    blocks, of whose weights and scales each rank has its part, torchao's int8 weights, and whole experts a rank."""
     names = ["Gemma 2", "OLMoE"]
     sweep.save(names, tmp_path)
     whole = torch.tensor(save_quantised(tmp_path / "fp8"))
     tiny_model("llama", num_layers=1).save_pretrained(tmp_path / "int8")
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(names.index("OLMoE")), dtype=torch.float32)
+        experts = model(input_ids=torch.tensor(PROMPT)).logits
     for found in run(2, families, tmp_path, names, str(tmp_path), str(tmp_path / "fp8")):
         assert found["verdicts"] == dict.fromkeys(names, "")
         # Activations that round to another FP8 value are rare where sums are in another order.
         assert (torch.tensor(found["fp8"]) - whole).norm() < 1e-2 * whole.norm()
         assert found["int8"] < 1e-5
+        assert (torch.tensor(found["experts"]) - experts).norm() < 1e-5 * experts.norm()
 
 
 def refused(rank: int, folder: str) -> str:

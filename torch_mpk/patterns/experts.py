@@ -175,6 +175,7 @@ class _Unsorted:
         self.copies: dict[fx.Node, Any] = {}  # of nodes whose rows are sorted
         self.orders: set[fx.Node] = set()  # the permutation, and what is made of it or of sorted ids
         self.ids: set[fx.Node] = set()  # sorted ids
+        self.last: Any = None  # id to which those behind it are set
 
     def result(self, restored: fx.Node) -> fx.Node | None:
         node, seen = self.sort.next, [self.sort]
@@ -195,6 +196,11 @@ class _Unsorted:
             self.orders.add(node)
             if node.args[1] == 0:
                 self.ids.add(node)
+        elif node.args[0] in self.ids and is_call(node, aten.ge.Scalar):  # whether another rank has the expert
+            self.copies[node] = self.rw.call(node.target, self.pairs.ids, *node.args[1:])
+        elif node.args[0] in self.ids and is_call(node, aten.clamp_.default):  # one of this rank's in its place
+            self.last = argument(node, "max")
+            self.pairs.ids = self.rw.call(aten.clamp.default, self.pairs.ids, argument(node, "min"), self.last)
         elif self._is_order(node):
             self.orders.add(node)
         elif is_call(node, aten.index.Tensor) and node.args[0] not in self.copies:
@@ -240,6 +246,8 @@ class _Unsorted:
         has_more = any(each is not None for each in (*node.args[3:], *node.kwargs.values()))
         if has_more or x not in self.copies or ends not in self.orders or not self._ends_groups(ends, shape(weight)[0]):
             raise UnsupportedError(f"{node.name} has other groups than those of sorted ids")
+        if self.last not in (None, shape(weight)[0] - 1):  # groups may be of the ids before
+            raise UnsupportedError(f"{node.name} has other groups than those of the ids that were set to {self.last}")
         y = self.pairs.product(self.copies[x], weight, is_transposed=True)
         if y is None:
             raise UnsupportedError(f"expert_linear does not take the operands of {node.name}")
@@ -260,12 +268,11 @@ class _Unsorted:
 
     def _copy(self, node: fx.Node) -> None:
         """An operation that computes each row from that row alone."""
-        if not self._is_of_rows(node):
+        written = written_args(node)
+        target = _out_of_place(node.target) if written else node.target
+        if not self._is_of_rows(node, target):
             raise UnsupportedError(f"{node.name} ({node.target}) is not known to compute each row by itself")
-        target, written = node.target, written_args(node)
         if written:
-            name = target._schema.name.removeprefix("aten::").removesuffix("_")
-            target = getattr(getattr(aten, name), target._overloadname)
             self._check_views(node, written[0])
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._copy_of)
         self.copies[written[0] if written else node] = self.rw.call(target, *args, **kwargs)
@@ -279,7 +286,8 @@ class _Unsorted:
             if other is not written and storages(other) & storages(written) and any(u > node for u in other.users):
                 raise UnsupportedError(f"{node.name} writes what is seen in another way, too")
 
-    def _is_of_rows(self, node: fx.Node) -> bool:
+    def _is_of_rows(self, node: fx.Node, target: Any) -> bool:
+        """``target``: the node's, out of place."""
         size, rank = len(self.pairs), len(shape(node)) if is_tensor(node) else 0
         if not isinstance(node.target, torch._ops.OpOverload):
             return is_call(node, operator.getitem)
@@ -293,8 +301,20 @@ class _Unsorted:
             dims, rank = argument(node, "dim"), len(shape(mine[0]))
             dims = dims if isinstance(dims, (list, tuple)) else [dims]
             return not others and bool(dims) and all(dim % rank != 0 for dim in dims)
-        if torch.Tag.pointwise not in node.target.tags:
+        if torch.Tag.pointwise not in target.tags:
             return False
         return all(len(shape(each)) == rank for each in mine) and all(
             len(shape(each)) < rank or shape(each)[0] == 1 for each in others if is_tensor(each)
         )
+
+
+def _out_of_place(target: Any) -> Any:
+    """The operation that returns what this one writes.
+
+    Raises UnsupportedError where there is none.
+    """
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    found = getattr(getattr(aten, name, None), target._overloadname, None)
+    if found is None:
+        raise UnsupportedError(f"{target} has no form that writes nothing")
+    return found
