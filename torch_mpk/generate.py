@@ -38,6 +38,7 @@ from torch_mpk.generation.arguments import (
     check_model,
     check_streamer,
     check_tensors,
+    checking_draws,
     is_autocast,
     is_of_transformers,
     padding_of,
@@ -181,7 +182,7 @@ def generate(
     decode.choose_by(settings, processors_of(settings, model, input_ids, padding), generator)
     with _watched(streamer, progress_bar, input_ids, settings.max_new_tokens) as watchers:
         start = time.perf_counter()
-        tokens = decode.new_tokens(settings)
+        tokens = checking_draws(decode.new_tokens(settings), model, settings, generator, input_ids.device)
         first = next(tokens)
         first.tolist()  # waits
         prompt_done = time.perf_counter()

@@ -48,6 +48,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="WORLD_SIZE is 2: start it without torchrun"):
+        main(["serve", "a/model"])
+
+
 def test_what_is_not_supported_is_accepted_where_it_changes_nothing() -> None:
     for kind, needed in ((Chat, {"messages": MESSAGES}), (Completion, {"prompt": "x"}), (Response, {"input": "x"})):
         assert not set(kind.unsupported) & set(kind.model_fields)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import torch_mpk
 from tests.ranks import sweep
 from tests.ranks.team import ROOT, run
 from tests.thinned import thinned
-from torch_mpk.errors import EngineError
+from torch_mpk.errors import ArgumentError, EngineError
 from torch_mpk.testing.quantized import quantize_linears
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
@@ -173,21 +175,46 @@ def test_families_of_models(tmp_path: Path) -> None:
         assert (torch.tensor(found["experts"]) - experts).norm() < 1e-5 * experts.norm()
 
 
-def refused(rank: int, folder: str) -> str:
+def refused(rank: int, folder: str) -> dict[str, object]:
     from torch_mpk import continuous_batching
 
-    model = sharded(folder, continuous_batching.ATTENTION)
-    try:
-        model.generate_batch([[1, 2, 3]], continuous_batching_config=continuous_batching.config())
-    except EngineError as error:
-        return str(error)
-    return ""
+    def said(call: Callable[..., object], *args: object, **kwargs: object) -> object:
+        try:
+            return call(*args, **kwargs)
+        except (ArgumentError, EngineError) as error:
+            return str(error)
+
+    batched = sharded(folder, continuous_batching.ATTENTION)
+    found = {"batch": said(batched.generate_batch, PROMPT, continuous_batching_config=continuous_batching.config())}
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(halves_summed)
+
+    def tokens(seed: int, **settings: object) -> object:
+        torch.manual_seed(seed)
+        options = {"fallback": "error", "num_threads": 1}
+        return torch_mpk.generate(model, torch.tensor(PROMPT), 8, options=options, **settings).tolist()
+
+    found["alone"] = said(tokens, rank, do_sample=True)
+    found["alike"] = said(tokens, 5, do_sample=True)
+    return found | {"clock": said(tokens, 5, generation_config=GenerationConfig(max_time=60.0))}
 
 
-def test_continuous_batching_refuses_a_sharded_model(tmp_path: Path) -> None:
+def halves_summed(module: torch.nn.Module, args: object, x: torch.Tensor) -> torch.Tensor:
+    """As a model's that is shared out by other means than DTensors."""
+    half = x / 2
+    dist.all_reduce(half)
+    return half
+
+
+def test_what_ranks_cannot_do_together_is_refused(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
-    for said in run(2, refused, tmp_path, str(tmp_path / "model")):
-        assert "shared out to 2 ranks" in said and "torch_mpk.generate takes such a model" in said
+    first, second = run(2, refused, tmp_path, str(tmp_path / "model"))
+    assert first == second
+    assert "shared out to 2 ranks" in first["batch"] and "torch_mpk.generate takes such a model" in first["batch"]
+    assert "generator: expected one of the same state on all ranks of group 0" in first["alone"]
+    assert len(first["alike"][0]) == len(PROMPT[0]) + 8
+    assert "max_time: expected None for a model whose weights are shared out" in first["clock"]
 
 
 def page(rank: int, folder: str) -> list:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch_mpk.config import MAX_POSITIONS, MAX_ROWS, Options, is_int
 from torch_mpk.errors import AutocastError
 from torch_mpk.generation.settings import GenerationSettings, expect
 from torch_mpk.ranks.sharding import group_of_model
-from torch_mpk.runtime.ranks import draw_as_first
+from torch_mpk.runtime.ranks import draw_alike, draw_as_first
+from torch_mpk.runtime.segment import launched_segments
 from torch_mpk.warn_once import warn
 
 _CACHE_LENGTH_MULTIPLE = 128  # so that prompts of similar length share a compiled step
@@ -60,10 +63,38 @@ def sharing_draws(
     group = group_of_model(model)
     if group is None:
         return
-    expected = "None for a model whose weights are shared out to several ranks, which have clocks of their own"
-    expect(settings.max_time is None, "max_time", expected, settings.max_time)
+    _expect_no_clock(settings)
     if settings.do_sample:
         draw_as_first(group, generator, device)
+
+
+def _expect_no_clock(settings: GenerationSettings) -> None:
+    expected = "None for a model whose weights are shared out to several ranks, which have clocks of their own"
+    expect(settings.max_time is None, "max_time", expected, settings.max_time)
+
+
+def checking_draws(
+    tokens: Iterator[torch.Tensor],
+    model: Any,
+    settings: GenerationSettings,
+    generator: torch.Generator | None,
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """The same tokens. Launches may turn out to exchange with ranks that ``sharing_draws`` does not know of, since the
+    model's weights are no DTensors. Then these must take the same steps by themselves. Collective where there are such.
+
+    Raises ArgumentError where they do not.
+    """
+    known = {"", group_of_model(model)}
+    with launched_segments() as launched:
+        yield next(tokens)  # after the prompt
+        yield from itertools.islice(tokens, 1)
+    for group in {getattr(segment.executable, "group", "") for segment in launched} - known:
+        _expect_no_clock(settings)
+        if settings.do_sample and not draw_alike(group, generator, device):
+            expected = f"one of the same state on all ranks of group {group}, within which the model exchanges"
+            expect(False, "generator", expected, "states that differ: seed all ranks alike")
+    yield from tokens
 
 
 def check_streamer(streamer: Any) -> None:

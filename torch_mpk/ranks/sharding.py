@@ -90,7 +90,9 @@ def group_of_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def _group_of(mesh: Any) -> str | None:
-    return None if mesh.ndim != 1 or mesh.size() == 1 else str(mesh.get_group().group_name)
+    if mesh.ndim != 1:  # such as FSDP's around it, whose ranks have batches of their own
+        return _group_of(mesh["tp"]) if "tp" in (mesh.mesh_dim_names or ()) else None
+    return None if mesh.size() == 1 else str(mesh.get_group().group_name)
 
 
 def group_of_model(model: torch.nn.Module) -> str | None:

@@ -23,10 +23,19 @@ _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 def draw_as_first(group: str, generator: torch.Generator | None, device: torch.device) -> None:
     """Gives a generator, by default the device's own, the state that it has on the group's first rank. Collective."""
-    if generator is None:
-        generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
-        generator = generators[device.index or 0]
+    generator = generator or _default_generator(device)
     generator.set_state(team_of(group).gather("draw tokens alike", generator.get_state())[0])
+
+
+def draw_alike(group: str, generator: torch.Generator | None, device: torch.device) -> bool:
+    """Whether a generator, by default the device's own, has one state on all ranks of the group. Collective."""
+    states = team_of(group).gather("compare generators", (generator or _default_generator(device)).get_state())
+    return all(torch.equal(state, states[0]) for state in states)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
+    return generators[device.index or 0]
 
 
 class RankedExecutable:
