@@ -15,6 +15,7 @@ from tests.runtime.traces import read_tracks
 from torch_mpk import _C
 from torch_mpk.errors import RankLostError
 from torch_mpk.profile import kernel_times, write
+from torch_mpk.runtime import ranks
 from torch_mpk.runtime.timeline import Recording
 
 WATCHDOG_NS = 3 * 10**8
@@ -88,6 +89,12 @@ def test_sums_are_rounded_once_in_the_order_of_ranks() -> None:
     parts = [torch.nn.functional.linear(normed, own[4]).float() for own in team.inputs]
     second = first + (parts[0] + parts[1] + parts[2]).bfloat16()
     assert (team.outputs[0][1] == second).float().mean() > 0.95  # products are added up in another order
+
+
+def test_memory_of_another_machine_is_not_made_anew(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="all ranks must run on one machine"):
+        ranks._opened(str(tmp_path / "mailbox"), 64)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

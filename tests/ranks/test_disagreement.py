@@ -12,6 +12,7 @@ import torch
 
 from tests.ranks.team import run
 from tests.ranks.test_processes import Layers, compiled, inputs
+from torch_mpk import _C
 from torch_mpk.errors import UnsupportedError
 
 
@@ -50,6 +51,9 @@ def disagreements(rank: int, folder: str) -> dict[str, object]:
     found["version"] = said_by(fresh(), inputs(0))
     agreement.fingerprint = versions
     found["option"] = said_by(fresh(verify=bool(rank)), inputs(0))
+    os.environ["TORCH_MPK_CPU_ISA"] = "generic" if rank else _C.cpu_isas()[-1]
+    found["isa"] = said_by(fresh(), inputs(0))
+    del os.environ["TORCH_MPK_CPU_ISA"]
     found["model"] = said_by(fresh(deeper if rank else model), inputs(0))
     found["verified"] = torch.equal(fresh(verify=True)(inputs(0)), right)
 
@@ -80,6 +84,7 @@ def test_ranks_that_differ_are_told_in_what(tmp_path: Path) -> None:
         for what, name in [
             ("version", "a version of torch_mpk"),
             ("option", "option 'verify'"),
+            ("isa", "an instruction set"),
             ("model", "a number or size of exchanges"),
         ]:
             assert f"rank {1 - rank} of group 0 has {name} that differs from rank {rank}'s" in found[what]

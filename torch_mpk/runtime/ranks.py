@@ -151,14 +151,26 @@ def _shared_memory(team: Team, num_bytes: int, device: torch.device) -> tuple[to
     try:
         paths = _agreed(team, path, error)
         try:
-            opened = [torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in paths]
-        except RuntimeError as reason:
+            opened = [_opened(each, num_bytes) for each in paths]
+        except (OSError, RuntimeError) as reason:
             error = reason
         _agreed(team, None, error)
     finally:
         if path is not None:
             os.unlink(path)
     return opened[team.rank], [each.data_ptr() for each in opened], opened
+
+
+def _opened(path: str, num_bytes: int) -> torch.Tensor:
+    """The memory of a file that another process has made. PyTorch would make one that is not there.
+
+    Raises OSError where it is not, since that process runs elsewhere.
+    """
+    if not os.path.exists(path):
+        raise OSError(
+            f"{path} of another rank is not there: all ranks must run on one machine, and share {SHARED_MEMORY}"
+        )
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def _symmetric_memory(team: Team, num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[int], Any]:

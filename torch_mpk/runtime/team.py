@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_mpk.errors import RankLostError, UnsupportedError, first_line
+from torch_mpk.errors import MpkError, RankLostError, UnsupportedError, first_line
 from torch_mpk.warn_once import warn
 
 COMING_SECONDS = 1800.0  # how long ranks wait for one that still builds
@@ -46,9 +47,12 @@ class Team:
         self.members = dist.get_process_group_ranks(self.group)
         self.rank = self.members.index(dist.get_rank())
         self._broken = ""  # what has ended all talk
-        self._processes = self._meet(COMING_SECONDS)
+        self._processes: dict[int, int] = {}  # ids of ranks' processes, where they mean the same here
         try:
+            self._meet(COMING_SECONDS)
             self.talk = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+        except MpkError:
+            raise
         except RuntimeError as error:
             raise self._lost(error) from None
 
@@ -67,13 +71,13 @@ class Team:
             return ""
         return f" (in the world the ranks of group {self.name} are {', '.join(map(str, self.members))})"
 
-    def _meet(self, seconds: float) -> list[int]:
-        """Waits for all ranks to come for the first time, and returns the ids of their processes."""
+    def _meet(self, seconds: float) -> None:
+        """Waits for all ranks to come for the first time."""
         store = _store()
         keys = [f"torch_mpk/{self.name}/{member}" for member in self.members]
         if store.check([_away(dist.get_rank())]):  # no longer
             store.delete_key(_away(dist.get_rank()))
-        store.set(keys[self.rank], str(os.getpid()))
+        store.set(keys[self.rank], f"{os.getpid()} {_processes_place()}")
         begin, is_told = time.monotonic(), False
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             for rank in missing:
@@ -90,7 +94,10 @@ class Team:
                 is_told = True
                 warn(f"torch_mpk: rank {self.rank} of group {self.name} waits for {who}{self.note} to build a model")
             time.sleep(_POLL_SECONDS)
-        return [int(store.get(key)) for key in keys]
+        for rank, key in enumerate(keys):
+            process, _, place = store.get(key).decode().partition(" ")
+            if place == _processes_place():
+                self._processes[rank] = int(process)
 
     def gather(self, purpose: str, said: Any = None, seconds: float = COMING_SECONDS) -> list[Any]:
         """What each rank says. Collective.
@@ -142,7 +149,7 @@ class Team:
     def _ended(self) -> list[int]:
         """Ranks whose processes have ended, or are about to."""
         until = time.monotonic() + _ENDING_SECONDS
-        while not (ended := [rank for rank, process in enumerate(self._processes) if _has_ended(process)]):
+        while not (ended := [rank for rank, process in self._processes.items() if _has_ended(process)]):
             if time.monotonic() > until:
                 break
             time.sleep(_POLL_SECONDS)
@@ -174,6 +181,15 @@ def _store() -> Any:
 
 def _away(member: int) -> str:
     return f"torch_mpk/away/{member}"
+
+
+def _processes_place() -> str:
+    """Where ids of processes mean the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return str(uuid.uuid4())
 
 
 def _has_ended(process: int) -> bool:
