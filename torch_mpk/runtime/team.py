@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -15,10 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_mpk.errors import MpkError, RankLostError, UnsupportedError, first_line
-from torch_mpk.warn_once import warn
+
+logger = logging.getLogger(__name__)
 
 COMING_SECONDS = 1800.0  # how long ranks wait for one that still builds
-_PATIENCE_SECONDS = 60.0  # until a rank that waits says so
+PATIENCE_SECONDS = 60.0  # until a rank that waits says so
 _POLL_SECONDS = 0.02
 _ENDING_SECONDS = 0.5  # from the end of a process's connections to its own
 
@@ -90,9 +92,9 @@ class Team:
                     f"rank {self.rank} of group {self.name} has waited {seconds:g} s for {who}{self.note}. "
                     f"{RankLostError.remedy}"
                 )
-            if waited > _PATIENCE_SECONDS and not is_told:
+            if waited > PATIENCE_SECONDS and not is_told:
                 is_told = True
-                warn(f"torch_mpk: rank {self.rank} of group {self.name} waits for {who}{self.note} to build a model")
+                logger.warning("rank %d of group %s waits for %s to build%s", self.rank, self.name, who, self.note)
             time.sleep(_POLL_SECONDS)
         for rank, key in enumerate(keys):
             process, _, place = store.get(key).decode().partition(" ")
@@ -127,11 +129,8 @@ class Team:
 
     @contextlib.contextmanager
     def _telling_of_patience(self, purpose: str) -> Iterator[None]:
-        text = (
-            f"torch_mpk: rank {self.rank} of group {self.name} waits for the other ranks to {purpose}. All ranks must "
-            "make the same calls"
-        )
-        timer = threading.Timer(_PATIENCE_SECONDS, warn, [text])
+        text = "rank %d of group %s waits for the other ranks to %s: all must make the same calls%s"
+        timer = threading.Timer(PATIENCE_SECONDS, logger.warning, [text, self.rank, self.name, purpose, self.note])
         timer.daemon = True
         timer.start()
         try:
