@@ -19,7 +19,8 @@ CASES = [
     (48, 320, torch.bfloat16, False, BOXES),
     (40, 96, torch.float16, False, ROWS),
     (20, 50, torch.float32, False, "tile"),
-    (24, 64, torch.bfloat16, True, "tile"),
+    (20, 64, torch.bfloat16, True, "tile"),
+    (64, 96, torch.bfloat16, True, BOXES),
 ]
 
 

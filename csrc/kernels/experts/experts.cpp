@@ -15,8 +15,8 @@ using namespace codegen;
 namespace {
 
 constexpr int64_t kStepColumns = 32;   // of weights, that a warp multiplies at a time
-constexpr int64_t kMaxPairs = 512;     // of rows and experts
 constexpr int64_t kMaxExperts = 1024;  // a lane has 32 of them
+constexpr int64_t kMaxElements = int64_t{1} << 31;
 
 const Node& node_of(const Schedule& schedule, const Job& job) { return schedule.graph.nodes()[job.body.front()]; }
 
@@ -25,10 +25,11 @@ const Node& node_of(const Schedule& schedule, const Job& job) { return schedule.
 Experts::Experts(const Node& node)
     : x(node.operand("x").tensor),
       ids(node.operand("ids").tensor),
-      weight(node.operand("weight").tensor),
+      weight((node.find("weight") != nullptr ? node.operand("weight") : node.operand("transposed")).tensor),
       y(output(node).tensor),
+      is_transposed(node.find("weight") == nullptr),
       experts(weight.shape[0]),
-      rows(weight.shape[1]),
+      rows(weight.shape[is_transposed ? 2 : 1]),
       size(x.shape[2]),
       pairs(ids.shape[0] * ids.shape[1]),
       choices(ids.shape[1]) {
@@ -46,13 +47,18 @@ double Experts::memory_ns(const Schedule& schedule) const {
          arch_of(schedule.target.arch).costs.memory_bytes_per_ns;
 }
 
+int64_t Experts::max_pairs() const {
+  constexpr int64_t kMaxQuantized = 512;  // more than fit a warp's list are multiplied one by one
+  return format ? kMaxQuantized : kMaxElements / std::max<int64_t>(rows, 1);
+}
+
 int64_t Experts::list_bytes(const Schedule& schedule) const {
-  return schedule.warps.consumers * round_up(pairs * 2, 16);
+  return schedule.warps.consumers * listed_pairs(pairs / choices, is_transposed) * 4;
 }
 
 Tensor Experts::stacked() const {
   Tensor all = weight;
-  all.shape = {experts * rows, weight.shape[2]};
+  all.shape = {experts * weight.shape[1], weight.shape[2]};
   all.strides = {weight.strides[1], 1};
   return format ? in_words(all) : all;
 }
@@ -61,13 +67,12 @@ Tensor Experts::stacked() const {
 
 std::optional<std::string> ExpertKernel::refuses(const Schedule& schedule, const Job& job) const {
   const Node& node = node_of(schedule, job);
-  if (node.find("weight") == nullptr) return "the weights' rows are those of x, not of the result";
   if (node.def->name == kQuantizedExpertLinear)
     if (std::optional<std::string> why = refuses_operands(node)) return why;
   const Experts own(node);
   if (own.experts > kMaxExperts) return str(own.experts) + " experts, expected at most " + str(kMaxExperts);
   if (std::optional<std::string> why = refuses_factors(own)) return why;
-  for (const char* name : {"weight", "weight_scale", "zero"})
+  for (const char* name : {"weight", "transposed", "weight_scale", "zero"})
     if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
       return "the launch writes the weights";
   return std::nullopt;
@@ -75,8 +80,10 @@ std::optional<std::string> ExpertKernel::refuses(const Schedule& schedule, const
 
 std::optional<std::string> ExpertKernel::refuses_factors(const Experts& own) const {
   if (size_bytes(own.x.dtype) != 2 || !is_float(own.x.dtype)) return "tensor cores multiply 16-bit floats";
-  if (own.pairs < 1 || own.pairs > kMaxPairs)
-    return str(own.pairs) + " pairs of rows and experts, expected 1 to " + str(kMaxPairs);
+  if (own.pairs < 1 || own.pairs > own.max_pairs())
+    return str(own.pairs) + " pairs of rows and experts, expected 1 to " + str(own.max_pairs());
+  if ((own.pairs / own.choices) * own.x.strides[0] + own.choices * own.x.strides[1] >= kMaxElements)
+    return "rows of x are " + str(own.x.strides[0]) + " elements apart, which is too far";
   if (own.size < kStepColumns || own.size % kStepColumns != 0 || !has_aligned_rows(own.weight) ||
       !has_aligned_rows(own.x))
     return "rows of " + str(own.size) + " elements, expected aligned ones of a multiple of " + str(kStepColumns);
@@ -110,8 +117,9 @@ JobCode ExpertKernel::emit(const JobPlace& place) const {
   const Node& node = place.node();
   const Experts own(node);
   JobCode code{own.format ? "QuantizedExperts" : "Experts", compute_, load_, str(place.job.cut.staged_bytes)};
-  code.headers = {own.format ? "torch_mpk/device/tasks/quantized_experts.cuh"
-                             : "torch_mpk/device/tasks/expert_sums.cuh"};
+  code.headers = {own.format          ? "torch_mpk/device/tasks/quantized_experts.cuh"
+                  : own.is_transposed ? "torch_mpk/device/tasks/expert_columns.cuh"
+                                      : "torch_mpk/device/tasks/expert_sums.cuh"};
   Refs refs(place.context, code.refs);
   const std::string type = cuda_type(own.x.dtype), weights = own.format ? "uint8_t" : type;
   const int64_t unit = own.format ? size_bytes(own.weight.dtype) : 1;  // of pitches
@@ -127,9 +135,9 @@ JobCode ExpertKernel::emit(const JobPlace& place) const {
               constant("kRowBytes", own.row_bytes()) + constant("kXRow", own.x.strides[0]) +
               constant("kXChoice", own.x.strides[1]) + constant("kIdsRow", own.ids.strides[0]) +
               constant("kIdsChoice", own.ids.strides[1]) +
-              "  static constexpr int64_t kExpertPitch = " + str(own.weight.strides[0] * unit) +
-              ", kRowPitch = " + str(own.weight.strides[1] * unit) + ";\n" + getter("x", type, own.x) +
-              getter("ids", "int64_t", own.ids) + getter("weight", weights, own.weight);
+              "  static constexpr int64_t kExpertPitch = " + str(own.weight.strides[0] * unit) + ", " +
+              (own.is_transposed ? "kDepthPitch" : "kRowPitch") + " = " + str(own.weight.strides[1] * unit) + ";\n" +
+              getter("x", type, own.x) + getter("ids", "int64_t", own.ids) + getter("weight", weights, own.weight);
   if (own.format) code.body += quantized_members(node, refs);
   add_map(code, refs, node, own);
   add_results(place, code, refs, own);
@@ -149,8 +157,8 @@ std::optional<std::string> BoxedExperts::refuses(const Schedule& schedule, const
   if (!arch_of(schedule.target.arch).has_bulk_copies) return "the GPU has no copy engine for boxes";
   if (schedule.warps.all_read_entries) return "all warps of the launch read every entry of the ring";
   const Experts own(node_of(schedule, job));
-  if (own.rows % kExpertTileRows != 0 || own.weight.strides[0] != own.rows * own.weight.strides[1])
-    return "experts' weights are not whole tiles of " + str(kExpertTileRows) + " rows one below the other";
+  if (own.rows % own.tile_size() != 0 || own.weight.strides[0] != own.weight.shape[1] * own.weight.strides[1])
+    return "experts' weights are not whole tiles of " + str(own.tile_size()) + " results one below the other";
   if (own.format)
     if (std::optional<std::string> why = refuses_format(*own.format)) return why;
   if (!can_load_boxes(schedule.graph, own.stacked())) return "the weights cannot come in boxes";
@@ -163,13 +171,14 @@ void BoxedExperts::prove(const CutProof& proof) const {
   const int64_t slot = proof.schedule().warps.slot_bytes;
   proof.require(slot % kBoxAlignment == 0 && slot >= kExpertTileRows * kExpertEntryColumns * 2,
                 "its boxes do not fit slots of " + str(slot) + " bytes");
-  proof.require(own.rows % kExpertTileRows == 0 && can_load_boxes(proof.schedule().graph, own.stacked()),
+  proof.require(own.rows % own.tile_size() == 0 && can_load_boxes(proof.schedule().graph, own.stacked()),
                 "its weights cannot come in boxes");
 }
 
 void BoxedExperts::add_map(JobCode& code, Refs& refs, const Node& node, const Experts& own) const {
-  const int map = refs.add_map(node, own.stacked(), box_rows_, kExpertEntryColumns);
-  code.body += constant("kBoxRows", box_rows_) +
+  const int64_t rows = own.is_transposed ? kExpertBoxDepth : box_rows_;
+  const int map = refs.add_map(node, own.stacked(), rows, own.is_transposed ? kBoxColumns : kExpertEntryColumns);
+  code.body += constant("kBoxRows", rows) +
                returning("const void*", "map(const Job& job)", "job.pointer<const void>(" + str(map) + ")");
 }
 

@@ -6,31 +6,38 @@
 #include "../../codegen/job_code.h"
 #include "../../schedule/kernel.h"
 #include "../../schedule/proof.h"
+#include "torch_mpk/abi/sizes.h"
 #include "torch_mpk/graph/weight_format.h"
 
 namespace mpk {
 
 inline constexpr int64_t kExpertTileRows = 16;       // of weights
 inline constexpr int64_t kExpertEntryColumns = 256;  // of weights, in a box
+inline constexpr int64_t kExpertBoxDepth = 64;       // rows of a box of weights that are stored as [E, K, N]
 
 // The tasks of experts' products. The second is that of quantised weights.
 inline constexpr const char *kExpertLinear = "expert_linear", *kQuantizedExpertLinear = "quantized_expert_linear";
 
-// A node's factors.
+// A node's factors. Weights are stored as [E, N, K], or as [E, K, N].
 struct Experts {
   const Tensor &x, &ids, &weight, &y;
+  bool is_transposed;
   int64_t experts, rows, size, pairs, choices;
   std::optional<WeightFormat> format;  // of quantised weights
 
   explicit Experts(const Node& node);
 
   int64_t row_bytes() const { return format ? format->row_bytes() : size * size_bytes(x.dtype); }
-  int64_t tiles_of_expert() const { return (rows + kExpertTileRows - 1) / kExpertTileRows; }
+  // Results of a pair that a tile has.
+  int64_t tile_size() const { return is_transposed ? kBoxColumns : kExpertTileRows; }
+  int64_t tiles_of_expert() const { return (rows + tile_size() - 1) / tile_size(); }
+  // More are left to others: places of results have 31 bits.
+  int64_t max_pairs() const;
   // The expected number of chosen experts, if all are equally likely.
   double expected() const;
   // The time to read their weights from memory.
   double memory_ns(const Schedule& schedule) const;
-  // Each warp keeps a list of pairs in shared memory.
+  // Each warp keeps a list of pairs in shared memory: as many as it has sums for.
   int64_t list_bytes(const Schedule& schedule) const;
   // The weights of all experts, stacked, in elements of 16 bits.
   Tensor stacked() const;

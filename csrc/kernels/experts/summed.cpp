@@ -12,6 +12,8 @@ namespace {
 
 using namespace codegen;
 
+constexpr int64_t kMaxPairs = 512;  // each worker reads all of their x
+
 // The sum over a node's choices, and its load of products.
 struct ChoiceSum {
   ShortReduction reduction;
@@ -75,6 +77,7 @@ class SummedExperts : public BoxedExperts {
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     std::vector<Cut> cuts = BoxedExperts::candidates(schedule, job);
     const Experts own(schedule.graph.nodes()[job.body.front()]);
+    if (own.pairs > kMaxPairs) return {};
     const Costs& costs = arch_of(schedule.target.arch).costs;
     const int64_t tiles = own.tiles_of_expert(), workers = schedule.target.num_workers;
     for (Cut& cut : cuts) {

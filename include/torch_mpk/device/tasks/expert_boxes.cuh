@@ -9,10 +9,13 @@
 namespace mpk::experts {
 
 inline constexpr int kEntryColumns = 256;  // of weights, in a box: elements of 16 bits
-inline constexpr int kBoxSteps = kEntryColumns / kStepColumns;
+inline constexpr int kBoxSteps = kEntryColumns / kStepColumns, kBlocksOfBox = kEntryColumns / kBoxColumns;
 inline constexpr uint32_t kBoxBytes = kTileRows * kEntryColumns * 2;
+inline constexpr int kBoxDepth = 64;  // rows of a box of weights that are stored as [E, K, N]
+static_assert(kBoxDepth * kBoxRowBytes == kBoxBytes);
 template <class V>
-inline constexpr uint32_t kBoxesOfTile = (V::kRowBytes + kEntryColumns * 2 - 1) / (kEntryColumns * 2);
+inline constexpr uint32_t kBoxesOfTile = Transposed<V> ? (V::kSize + kBoxDepth - 1) / kBoxDepth
+                                                       : (V::kRowBytes + kEntryColumns * 2 - 1) / (kEntryColumns * 2);
 
 // The position in the ring of a box of a worker's tiles.
 template <class V>
@@ -42,7 +45,7 @@ struct Halves {
   }
 };
 
-// entry(tile, expert, row, block): the entry with these columns of a tile, see first_weight_row.
+// entry(tile, expert, row, box): the entry with a box of a tile, whose first row is `row`, see first_weight_row.
 template <class V, class L, class Entry>
 MPK_DEVICE void load_entries(L& l, const Job& job, Entry entry) {
   const Chosen<V> chosen(V::ids(job), l.lane);
@@ -55,8 +58,8 @@ MPK_DEVICE void load_entries(L& l, const Job& job, Entry entry) {
       const uint32_t at = min(number, count - 1), pass = at / turns.kOfPass, turn = at % turns.kOfPass;
       const uint32_t size = turns.tiles_of(pass), box = turn / size;
       const uint32_t tile = mine.begin + pass * turns.kWarps + turn % size;
-      const uint32_t expert = chosen[tile / kTilesOfExpert<V>], row = tile % kTilesOfExpert<V> * kTileRows;
-      return entry(tile, expert, row, box * (kEntryColumns / kBoxColumns));
+      const uint32_t expert = chosen[tile / kTilesOfExpert<V>], row = tile % kTilesOfExpert<V> * kTileSize<V>;
+      return entry(tile, expert, row, box);
     });
   });
 }
@@ -64,16 +67,19 @@ MPK_DEVICE void load_entries(L& l, const Job& job, Entry entry) {
 template <class V, class L>
 MPK_DEVICE void load_boxes(L& l, const Job& job) {
   const void* map = V::map(job);
-  load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t block) {
-    return Box{map, tile, expert * V::kRows + row, block, kBoxBytes};
+  load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t box) {
+    if constexpr (Transposed<V>)
+      return Box{map, tile, expert * V::kSize + box * kBoxDepth, row / kBoxColumns, kBoxBytes};
+    else
+      return Box{map, tile, expert * V::kRows + row, box * kBlocksOfBox, kBoxBytes};
   });
 }
 
 template <class V, class L>
 MPK_DEVICE void load_halves(L& l, const Job& job) {
   const void* map = V::map(job);
-  load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t block) {
-    const uint32_t first = expert * V::kRows;
+  load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t box) {
+    const uint32_t first = expert * V::kRows, block = box * kBlocksOfBox;
     return Halves{map,   tile,     first + first_weight_row<V>(row, false), first + first_weight_row<V>(row, true),
                   block, kBoxBytes};
   });
@@ -97,40 +103,23 @@ MPK_DEVICE RowFragment read_box(const uint8_t* slot, int step, int lane) {
 // Multiplies a tile with all pairs. Its boxes stand `stride` entries apart, from `entry` on. False when the launch was
 // aborted.
 template <class V, class C>
-MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint32_t row, uint32_t entry,
-                               uint32_t stride) {
-  using T = typename V::T;
-  constexpr int kChains = kGroups<V> == 1 ? 2 : 1;  // of products that wait for each other
-  const T* x[kGroups<V>];
-  SumFragment sums[kGroups<V>][kChains] = {};
-  const int num_groups = pairs.num_groups();
-#pragma unroll
-  for (int g = 0; g < kGroups<V>; g++) x[g] = pairs.x(job, g, c.lane);
+MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t row, uint32_t entry, uint32_t stride) {
+  TileSums<V> sums(job, pairs, c.lane);
 #pragma unroll 1
   for (uint32_t box = 0; box < kBoxesOfTile<V>; box++, entry += stride) {
     if (!c.ring.wait(entry, c.phase)) return false;
     const uint8_t* slot = c.ring.slot(entry);
-#pragma unroll
+#pragma unroll kGroups < V>> 4 ? 4 : kBoxSteps
     for (int s = 0; s < kBoxSteps; s++) {
       const int step = box * kBoxSteps + s;
       if (V::kSize % kEntryColumns != 0 && step >= V::kSize / kStepColumns) continue;
-      const RowFragment weights = read_box<V>(slot, s, c.lane);
-#pragma unroll
-      for (int g = 0; g < kGroups<V>; g++)
-        if (g == 0 || g < num_groups)
-          multiply_fragments<T>(sums[g][0], sums[g][kChains - 1], weights, fragment_of(x[g], step));
+      sums.add(read_box<V>(slot, s, c.lane), step);
     }
     c.ring.release(entry);
   }
-#pragma unroll
-  for (int g = 0; g < kGroups<V>; g++) {
-    if constexpr (kChains > 1)
-      for (int i = 0; i < 4; i++) sums[g][0][i] += sums[g][1][i];
-    pairs.store(job, g, row, c.lane, sums[g][0]);
-  }
-  // Pairs of rows that name one expert more than once, which no router does.
+  sums.store(job, pairs, row, c.lane);
 #pragma unroll 1
-  for (int g = kGroups<V>; g < num_groups; g++) multiply_group<1>(job, pairs, g, row, c.lane);
+  while (pairs.find_next(job, c.lane)) multiply_listed<1>(job, pairs, row, c.lane);
   return true;
 }
 
@@ -139,7 +128,7 @@ template <class V, class C>
 MPK_DEVICE void compute_boxes(C& c, const Job& job) {
   if (!c.await()) return;
   const uint32_t num_tiles =
-      for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t tile, uint32_t num_tiles) {
+      for_each_tile<V>(c, job, [&](Pairs<V>& pairs, uint32_t row, uint32_t tile, uint32_t num_tiles) {
         const Turns<V> turns{num_tiles};
         const uint32_t entry = c.entry + turns.entry_of(tile, 0), stride = turns.tiles_of(tile / turns.kWarps);
         c.failed = !multiply_boxes<V>(c, job, pairs, row, entry, stride);

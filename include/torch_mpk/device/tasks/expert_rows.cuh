@@ -2,8 +2,9 @@
 //
 // Every warp finds the chosen experts by itself. A tile is 16 rows of one expert's weights. Tiles are numbered expert
 // by expert, and a worker has consecutive ones. With an activation behind the products, a tile is eight rows of the
-// gate and the matching eight rows of the other half. A warp multiplies a tile with all pairs that chose its expert,
-// eight at a time, so weights are read once. The order of a pair's sums depends on sizes alone.
+// gate and the matching eight rows of the other half. A warp multiplies a tile with the pairs that chose its expert, in
+// groups of eight, so weights are read once for as many as it has sums for. If there are more pairs, it reads them
+// again, from L2. The order of a pair's sums depends on sizes alone.
 #pragma once
 
 #include "torch_mpk/device/fragment.cuh"
@@ -11,18 +12,24 @@
 
 namespace mpk::experts {
 
-inline constexpr int kTileRows = 16, kStepColumns = 32, kColumnsOfGroup = 8;
-inline constexpr int kStepsAhead = 8;  // weights that a warp has in flight, where it reads all of them itself
+inline constexpr int kTileRows = 16, kStepColumns = 32;
+
+// Whether weights are stored as [E, K, N], see expert_columns.cuh.
+template <class V>
+concept Transposed = requires { V::kDepthPitch; };
 
 template <class V>
+inline constexpr int kTileSize = Transposed<V> ? kBoxColumns : kTileRows;  // results of a pair that a tile has
+template <class V>
 inline constexpr int kMaskWords = (V::kExperts + 31) / 32;
-// Groups of pairs whose sums are in registers at once: all pairs of an expert, if no row chose it twice.
 template <class V>
-inline constexpr int kGroups = (V::kPairs / V::kChoices + kColumnsOfGroup - 1) / kColumnsOfGroup;
+inline constexpr int kListed = listed_pairs(V::kPairs / V::kChoices, Transposed<V>);
 template <class V>
-inline constexpr uint32_t kTilesOfExpert = (V::kRows + kTileRows - 1) / kTileRows;
+inline constexpr int kGroups = kListed<V> / kPairsOfGroup;
 template <class V>
-inline constexpr int kListBytes = (V::kPairs * 2 + 15) / 16 * 16;  // of a warp's list
+inline constexpr int kListBytes = kListed<V> * 4;
+template <class V>
+inline constexpr uint32_t kTilesOfExpert = (V::kRows + kTileSize<V> - 1) / kTileSize<V>;
 
 // Whether an activation combines two results of each pair and point, from weight rows at kFirstHalf and kSecondHalf.
 template <class V>
@@ -32,8 +39,8 @@ concept Gated = requires { V::kFirstHalf; };
 template <class V>
 concept Summed = requires { V::kInner; };
 
-// The first of the eight weight rows of the lanes' upper, or lower, rows. `row`: 16 times the tile's number within its
-// expert.
+// The first of the eight weight rows of the lanes' upper, or lower, rows. `row`: the first row of the tile, as if a
+// tile with an activation had 16 rows side by side.
 template <class V>
 MPK_DEVICE uint32_t first_weight_row(uint32_t row, bool is_lower) {
   if constexpr (Gated<V>)
@@ -56,6 +63,7 @@ struct Chosen {
   uint32_t count;
 
   MPK_DEVICE Chosen(const int64_t* ids, int lane) {
+#pragma unroll 4
     for (int first = 0; first < V::kPairs; first += 32) {
       const int expert = first + lane < V::kPairs ? expert_of<V>(ids, first + lane) : -1;
 #pragma unroll 1
@@ -94,49 +102,53 @@ MPK_DEVICE Span tiles_of(const Chosen<V>& chosen, uint32_t worker, uint32_t num_
   return static_span(chosen.count * kTilesOfExpert<V>, worker, num_workers);
 }
 
-// Lists the pairs that chose an expert, in ascending order. Returns their number.
-template <class V>
-MPK_DEVICE int list_pairs(const int64_t* ids, int expert, int lane, uint16_t* list) {
-  int count = 0;
-  __syncwarp();  // other lanes have read the list
-  for (int first = 0; first < V::kPairs; first += 32) {
-    const int pair = first + lane;
-    const bool is_mine = pair < V::kPairs && expert_of<V>(ids, pair) == expert;
-    const uint32_t mine = __ballot_sync(~0u, is_mine);
-    if (is_mine) list[count + __popc(mine & ((1u << lane) - 1))] = static_cast<uint16_t>(pair);
-    count += __popc(mine);
-  }
-  __syncwarp();
-  return count;
-}
-
-// The pairs of one expert, as a warp multiplies them.
+// The pairs of one expert, as a warp multiplies them: as many as it has sums for at a time, in ascending order.
 template <class V>
 struct Pairs {
   using T = typename V::T;
-  uint16_t* list;
-  T* products = nullptr;  // 16 weight rows by all pairs, where products are summed
-  int expert = -1, count = 0;
+  uint32_t* list;
+  T* products = nullptr;                           // 16 weight rows by all pairs, where products are summed
+  int expert = -1, count = 0, begin = 0, end = 0;  // those listed are among the pairs from begin to end
 
+  // Lists the first pairs that chose an expert.
   MPK_DEVICE void find(const Job& job, int chosen, int lane) {
-    if (chosen == expert) return;
+    if (chosen == expert && begin == 0) return;
     expert = chosen;
-    count = list_pairs<V>(V::ids(job), expert, lane, list);
+    end = 0;
+    find_next(job, lane);
   }
-  MPK_DEVICE int num_groups() const { return (count + kColumnsOfGroup - 1) / kColumnsOfGroup; }
+  // Lists the next pairs of the same expert. False if there are none.
+  MPK_DEVICE bool find_next(const Job& job, int lane) {
+    const int64_t* ids = V::ids(job);
+    begin = end, count = 0;
+    __syncwarp();  // other lanes have read the list
+    while (end < V::kPairs && count < kListed<V>) {
+      const int pair = end + lane;
+      const bool is_mine = pair < V::kPairs && expert_of<V>(ids, pair) == expert;
+      const uint32_t mine = __ballot_sync(~0u, is_mine);
+      const int place = count + __popc(mine & ((1u << lane) - 1));
+      const bool fits = is_mine && place < kListed<V>;
+      if (fits) list[place] = pair;
+      const uint32_t listed = __ballot_sync(~0u, fits);
+      count += __popc(listed);
+      end += listed == mine ? 32 : 32 - __clz(listed);
+    }
+    __syncwarp();
+    return count > 0;
+  }
+  MPK_DEVICE int num_groups() const { return (count + kPairsOfGroup - 1) / kPairsOfGroup; }
 
-  // The lane's row of x in a group. A lane without a row reads another lane's, and its products are dropped.
-  MPK_DEVICE const T* row_of_x(const Job& job, int group, int lane) const {
-    const int index = group * kColumnsOfGroup + lane / 4, mine = list[index < count ? index : 0];
-    return V::x(job) + mine / V::kChoices * V::kXRow + mine % V::kChoices * V::kXChoice;
+  // Where the lane's row of a group is in x. A lane without a row reads another lane's, and its products are dropped.
+  MPK_DEVICE int row_of_x(int group, int lane) const {
+    const int index = group * kPairsOfGroup + lane / 4, mine = list[index < count ? index : 0];
+    return mine / V::kChoices * V::kXRow + mine % V::kChoices * V::kXChoice;
   }
-  MPK_DEVICE const T* x(const Job& job, int group, int lane) const { return row_of_x(job, group, lane) + lane % 4 * 8; }
 
   // Computes the results of a group's sums. The lane has those of two pairs.
   MPK_DEVICE void store(const Job& job, int group, uint32_t row, int lane, const SumFragment& sums) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int index = group * kColumnsOfGroup + lane % 4 * 2 + i;
+      const int index = group * kPairsOfGroup + lane % 4 * 2 + i;
       if (index < count) store(job, list[index], row, lane / 4, cast<T>(sums[i]), cast<T>(sums[i + 2]));
     }
   }
@@ -147,11 +159,12 @@ struct Pairs {
     } else if constexpr (Gated<V>) {
       V::combine(job, pair * V::kColumns + int(row) / 2 + of_eight, upper, lower);
     } else {
-      typename V::T* y = V::y(job) + pair / V::kChoices * V::kYRow + pair % V::kChoices * V::kYChoice;
-      const uint32_t mine = row + of_eight;
-      if (mine < V::kRows) y[mine] = upper;
-      if (mine + 8 < V::kRows) y[mine + 8] = lower;
+      store_result(job, pair, row + of_eight, upper);
+      store_result(job, pair, row + of_eight + 8, lower);
     }
+  }
+  MPK_DEVICE void store_result(const Job& job, int pair, uint32_t row, T value) const {
+    if (row < V::kRows) V::y(job)[pair / V::kChoices * V::kYRow + pair % V::kChoices * V::kYChoice + row] = value;
   }
 };
 
@@ -180,14 +193,49 @@ MPK_DEVICE ColumnFragment fragment_of(const T* x, int step) {
   return {*reinterpret_cast<const uint4*>(x + step * kStepColumns)};
 }
 
-// Multiplies a tile with a group of pairs.
-template <int ahead, class V>
-MPK_DEVICE void multiply_group(const Job& job, const Pairs<V>& pairs, int group, uint32_t row, int lane) {
+// The lane's rows of x and sums, of a tile and the listed pairs.
+template <class V>
+struct TileSums {
   using T = typename V::T;
+  static constexpr int kChains = kGroups<V> == 1 ? 2 : 1;  // of products that wait for each other
+  const T* x;
+  int rows[kGroups<V>], num_groups;
+  SumFragment sums[kGroups<V>][kChains] = {};
+
+  MPK_DEVICE TileSums(const Job& job, const Pairs<V>& pairs, int lane)
+      : x(V::x(job) + lane % 4 * 8), num_groups(pairs.num_groups()) {
+#pragma unroll
+    for (int g = 0; g < kGroups<V>; g++) rows[g] = pairs.row_of_x(g, lane);
+  }
+  MPK_DEVICE void add(const RowFragment& weights, int step) {
+#pragma unroll
+    for (int g = 0; g < kGroups<V>; g++)
+      if (g == 0 || g < num_groups)
+        multiply_fragments<T>(sums[g][0], sums[g][kChains - 1], weights, fragment_of(x + rows[g], step));
+  }
+  MPK_DEVICE void store(const Job& job, const Pairs<V>& pairs, uint32_t row, int lane) {
+#pragma unroll
+    for (int g = 0; g < kGroups<V>; g++) {
+      if constexpr (kChains > 1)
+        for (int i = 0; i < 4; i++) sums[g][0][i] += sums[g][1][i];
+      pairs.store(job, g, row, lane, sums[g][0]);
+    }
+  }
+};
+
+// Steps of weights that a warp has in flight where it reads all of them itself: as many as registers hold beside sums.
+template <class V>
+constexpr int steps_ahead() {
+  if (Transposed<V>) return kGroups<V> == 1 ? 2 : 1;
+  return kGroups<V> == 1 ? 8 : kGroups<V> == 2 ? 4 : kGroups<V> <= 4 ? 2 : 1;
+}
+
+// Multiplies a tile with the listed pairs. The warp reads the weights, `ahead` steps before they are multiplied.
+template <int ahead, class V>
+MPK_DEVICE void multiply_listed(const Job& job, const Pairs<V>& pairs, uint32_t row, int lane) {
   constexpr int kSteps = V::kSize / kStepColumns;
   const WeightRows<V> weights(job, pairs.expert, row, lane);
-  const T* x = pairs.x(job, group, lane);
-  SumFragment sums = {};
+  TileSums<V> sums(job, pairs, lane);
   RowFragment next[ahead];
 #pragma unroll
   for (int u = 0; u < ahead; u++) next[u] = u < kSteps ? weights[u] : RowFragment{};
@@ -198,9 +246,9 @@ MPK_DEVICE void multiply_group(const Job& job, const Pairs<V>& pairs, int group,
       const int step = first + u;
       const RowFragment now = next[u];
       if (step + ahead < kSteps) next[u] = weights[step + ahead];
-      if (step < kSteps) multiply_fragments<T>(sums, sums, now, fragment_of(x, step));
+      if (step < kSteps) sums.add(now, step);
     }
-  pairs.store(job, group, row, lane, sums);
+  sums.store(job, pairs, row, lane);
 }
 
 // Rows whose id names no expert are zeros.
@@ -210,7 +258,7 @@ MPK_DEVICE void clear_others(C& c, const Job& job) {
   const Pairs<V> pairs{};
   for (int pair = c.worker(job); pair < V::kPairs; pair += C::Config::kNumWorkers) {
     if (expert_of<V>(V::ids(job), pair) >= 0) continue;
-    for (int i = c.rank; i < int(kTilesOfExpert<V>) * kTileRows / 2; i += kConsumerThreads)
+    for (int i = c.rank; i < int(kTilesOfExpert<V>) * kTileSize<V> / 2; i += kConsumerThreads)
       pairs.store(job, pair, i / 8 * kTileRows, i % 8, cast<T>(0.0f), cast<T>(0.0f));
   }
 }
@@ -222,24 +270,25 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
   clear_others<V>(c, job);
   const Chosen<V> chosen(V::ids(job), c.lane);
   const Span mine = tiles_of<V>(chosen, c.worker(job), C::Config::kNumWorkers);
-  Pairs<V> pairs{reinterpret_cast<uint16_t*>(c.staged() + c.warp * kListBytes<V>)};
+  Pairs<V> pairs{reinterpret_cast<uint32_t*>(c.staged() + c.warp * kListBytes<V>)};
 #pragma unroll 1
   for (uint32_t tile = mine.begin + c.warp; tile < mine.end; tile += kConsumerWarps) {
     pairs.find(job, chosen[tile / kTilesOfExpert<V>], c.lane);
-    if (!f(pairs, tile % kTilesOfExpert<V> * kTileRows, tile - mine.begin, mine.end - mine.begin)) break;
+    if (!f(pairs, tile % kTilesOfExpert<V> * kTileSize<V>, tile - mine.begin, mine.end - mine.begin)) break;
   }
   return mine.end - mine.begin;
 }
 
 // V: T; kPairs, kChoices for each row; kExperts, whose weights have kRows rows of kSize, which are kRowBytes, at
-// kExpertPitch and kRowPitch; pitches kXRow, kXChoice, kIdsRow, kIdsChoice; x(job), ids(job), weight(job). Results:
-// kYRow, kYChoice and y(job), or kColumns, kFirstHalf, kSecondHalf and combine(job, point, first, second).
+// kExpertPitch and kRowPitch, or kSize rows of kRows at kDepthPitch; pitches kXRow, kXChoice, kIdsRow, kIdsChoice;
+// x(job), ids(job), weight(job). Results: kYRow, kYChoice and y(job), or kColumns, kFirstHalf, kSecondHalf and
+// combine(job, point, first, second).
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;
-  for_each_tile<V>(c, job, [&](const Pairs<V>& pairs, uint32_t row, uint32_t, uint32_t) {
-    for (int group = 0; group < pairs.num_groups(); group++)
-      multiply_group<kStepsAhead>(job, pairs, group, row, c.lane);
+  for_each_tile<V>(c, job, [&](Pairs<V>& pairs, uint32_t row, uint32_t, uint32_t) {
+    do multiply_listed<steps_ahead<V>()>(job, pairs, row, c.lane);
+    while (pairs.find_next(job, c.lane));
     return true;
   });
 }

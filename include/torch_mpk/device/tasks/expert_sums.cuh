@@ -26,8 +26,7 @@ MPK_DEVICE void load_summed(L& l, const Job& job) {
       const uint32_t all = min(number, count - 1), tile = mine.begin + all / of_tile, at = all % of_tile;
       const uint32_t pass = at / turns.kOfPass, turn = at % turns.kOfPass, size = turns.tiles_of(pass);
       const uint32_t expert = chosen[pass * turns.kWarps + turn % size];
-      return Box{map, tile, expert * V::kRows + tile * kTileRows, turn / size * (kEntryColumns / kBoxColumns),
-                 kBoxBytes};
+      return Box{map, tile, expert * V::kRows + tile * kTileRows, turn / size * kBlocksOfBox, kBoxBytes};
     });
   });
 }
@@ -56,7 +55,7 @@ MPK_DEVICE void compute_summed(C& c, const Job& job) {
     if (expert_of<V>(V::ids(job), i / kTileRows) < 0) products[i] = cast<T>(0.0f);
   const Chosen<V> chosen(V::ids(job), c.lane);
   const Span mine = sum_tiles_of<V>(c, job);
-  Pairs<V> pairs{reinterpret_cast<uint16_t*>(c.staged() + c.warp * kListBytes<V>), products};
+  Pairs<V> pairs{reinterpret_cast<uint32_t*>(c.staged() + c.warp * kListBytes<V>), products};
 #pragma unroll 1
   for (uint32_t tile = mine.begin; tile < mine.end; tile++) {
     c.failed = !multiply_chosen<V>(c, job, chosen, pairs, tile, c.entry);

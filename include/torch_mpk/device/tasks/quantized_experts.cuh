@@ -187,8 +187,7 @@ MPK_DEVICE void multiply_columns(SumFragment& sums, const ptx::Quad (&halves)[4]
 }
 
 template <QuantizedExperts V, class C>
-MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint32_t row, uint32_t entry,
-                               uint32_t stride) {
+MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t row, uint32_t entry, uint32_t stride) {
   using S = BoxedShape<V>;
   SumFragment sums[kGroups<V>] = {};
   const int num_groups = pairs.num_groups();
@@ -212,7 +211,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
 #pragma unroll
       for (int g = 0; g < kGroups<V>; g++) {
         if (g > 0 && g >= num_groups) continue;
-        const StepOfX<V> of_x(pairs.row_of_x(job, g, c.lane), first + step, c.lane);
+        const StepOfX<V> of_x(V::x(job) + pairs.row_of_x(g, c.lane), first + step, c.lane);
 #pragma unroll
         for (int group = 0; group < S::kGroupsOfStep; group++)
           multiply_columns<V>(sums[g], halves, of_x, group, now.blocks[group], c.lane);
@@ -222,10 +221,10 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, const Pairs<V>& pairs, uint
   }
 #pragma unroll
   for (int g = 0; g < kGroups<V>; g++) pairs.store(job, g, row, c.lane, sums[g]);
-  // Pairs of rows that name one expert more than once, which no router does.
 #pragma unroll 1
-  for (int i = kGroups<V> * kColumnsOfGroup; i < pairs.count; i++)
-    multiply_pair<V>(job, pairs, pairs.expert, pairs.list[i], row, c.lane);
+  while (pairs.find_next(job, c.lane))
+#pragma unroll 1
+    for (int i = 0; i < pairs.count; i++) multiply_pair<V>(job, pairs, pairs.expert, pairs.list[i], row, c.lane);
   return true;
 }
 
