@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import sys
+import tempfile
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, StaticCache
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, StaticCache, TorchAoConfig
 from transformers.integrations import compressed_tensors, finegrained_fp8
 
 import torch_mpk
 from tests.thinned import thinned
 from torch_mpk.capture import substitutes
 from torch_mpk.errors import ArgumentError, MissingTorchaoError, MpkWarning
+from torch_mpk.quantize import groups_of, packed
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
 from torch_mpk.testing.quantized import Format, IntegerLinear, quantize_linears
 
@@ -82,6 +84,73 @@ def test_experts_are_one_launch(implementation: str) -> None:
     run = torch.compile(experts, backend="mpk", options={"fallback": "error"})
     with torch.inference_mode():
         assert relative_error(run(x, ids, weights), experts(x, ids, weights)) < 0.02
+
+
+def experts_of_torchao(weights: str) -> Any:
+    """Experts as Transformers' quantiser has torchao make them. Of 4 bits torchao makes none without a GPU."""
+    quantization = pytest.importorskip("torchao.quantization")
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes), dtype=torch.bfloat16).eval()
+    experts = model.model.layers[0].mlp.experts
+    if weights == "int4":
+        for name in ("gate_up_proj", "down_proj"):
+            whole = getattr(experts, name).detach()
+            numbers, scale, zero = (part.unflatten(0, whole.shape[:2]) for part in groups_of(whole.flatten(0, 1), 128))
+            parts = packed(numbers.flatten(0, 1)).unflatten(0, whole.shape[:2]), scale.mT.contiguous(), zero.mT
+            tensor = quantization.Int4Tensor(*parts, [1, 1, 128], whole.shape)
+            setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
+        return model
+    config = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}[weights]()
+    config = TorchAoConfig(quantization.FqnToConfig({r"re:.*\.experts\.(gate_up|down)_proj": config}))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "implementation"),
+    [("int8", "eager"), ("int8", "grouped_mm"), ("fp8", "batched_mm"), ("int4", "grouped_mm")],
+)
+def test_experts_of_torchao(weights: str, implementation: str) -> None:
+    """Against the same experts in 16 bits: eager knows some of the products. Weights are loaded in place."""
+    model = experts_of_torchao(weights)
+    experts = model.model.layers[0].mlp.experts
+    assert "torchao" in type(experts.down_proj).__module__
+    model.set_experts_implementation(implementation)
+    x, ids = torch.randn(5, 256).bfloat16(), torch.rand(5, 4).topk(2).indices
+    chosen = torch.rand(5, 2).bfloat16()
+    torch.compiler.reset()
+    run = torch.compile(experts, backend="mpk", fullgraph=True, options={"fallback": "error"})
+    for _ in range(2):
+        dense = copy.deepcopy(experts)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(dense, name, torch.nn.Parameter(in_16_bits(getattr(experts, name)), requires_grad=False))
+        with torch.inference_mode():
+            assert relative_error(run(x, ids, chosen), dense(x, ids, chosen)) < 0.02
+        experts.down_proj.qdata.copy_(experts.down_proj.qdata.flip(0))
+
+
+def in_16_bits(weight: Any) -> torch.Tensor:
+    if type(weight).__name__ != "Int4Tensor":
+        return weight.dequantize(torch.bfloat16)
+    low, high = weight.qdata << 4 >> 4, weight.qdata >> 4
+    numbers = torch.stack([low, high], -1).flatten(-2).unflatten(-1, (-1, 128)).float()
+    return (numbers * weight.scale.mT.unsqueeze(-1) + weight.zero_point.mT.unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+@pytest.mark.slow
+def test_other_experts_are_left_to_torchao() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    experts = experts_of_torchao("int8").model.layers[0].mlp.experts
+    experts.down_proj.zero_point.fill_(1)
+    x, ids, chosen = torch.randn(5, 256).bfloat16(), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2).bfloat16()
+    torch.compiler.reset()
+    run = torch.compile(experts, backend="mpk")
+    experts.config._experts_implementation = "eager"
+    with torch.no_grad(), pytest.warns(MpkWarning, match="Qwen3MoeExperts in torchao's tensors .* zero points"):
+        torch.testing.assert_close(run(x, ids, chosen), experts(x, ids, chosen))
+    assert isinstance(experts.down_proj, quantization.Int8Tensor)
 
 
 @pytest.mark.slow

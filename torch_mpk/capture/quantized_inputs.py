@@ -33,53 +33,56 @@ class Parts:
     attrs: Mapping[str, int]
 
 
-def parts_of(value: Any) -> Parts | None:
+def parts_of(value: Any, dim: int = 2) -> Parts | None:
     """The parts of a weight; None where it is none of the classes that are known.
+
+    Args:
+        dim: 2 for a matrix, 3 for those of experts, [E, N, K].
 
     Raises UnsupportedError where its class is known, but not what it says.
     """
     cls = type(value)
     reader = _READERS.get(cls.__name__) if cls.__module__.startswith("torchao.") else None
-    return None if reader is None else reader(value)
+    return None if reader is None else reader(value, dim)
 
 
-def _torchao(value: Any, storage: torch.dtype) -> Parts:
+def _torchao(value: Any, dim: int, storage: torch.dtype) -> Parts:
     block = list(value.block_size)
     if value.act_quant_kwargs is not None:
         raise UnsupportedError("it quantises activations as well")
-    if value.qdata.dtype != storage or value.dim() != 2 or len(block) != 2:
+    if value.qdata.dtype != storage or value.dim() != dim or len(block) != dim or block[:-2] != [1] * (dim - 2):
         raise UnsupportedError(f"it stores {value.qdata.dtype} in blocks of {block}")
     if value.qdata.stride(-1) != 1:
         raise UnsupportedError("its rows lie apart, as those of a transposed weight")
-    attrs = {"block_rows": block[0], "block_columns": block[1], "x_columns": 0}
+    attrs = {"block_rows": block[-2], "block_columns": block[-1], "x_columns": 0}
     return Parts({"weight": "qdata", "scale": "scale"}, attrs)
 
 
-def _torchao_int8(value: Any) -> Parts:
+def _torchao_int8(value: Any, dim: int) -> Parts:
     zero_point = value.zero_point
     if value.act_pre_scale is not None:
         raise UnsupportedError("it scales activations before the product")
     if zero_point is not None and not _is_fake(zero_point) and bool(zero_point.any()):
         raise UnsupportedError("it has zero points")
-    return _torchao(value, torch.int8)
+    return _torchao(value, dim, torch.int8)
 
 
-def _torchao_int4(value: Any) -> Parts:
+def _torchao_int4(value: Any, dim: int) -> Parts:
     """Two numbers of -8 to 7 to a byte; scales and zero points, which are added, are [columns of blocks, rows]."""
     block = list(value.block_size)
     if value.act_pre_scale is not None:
         raise UnsupportedError("it scales activations before the product")
     if value.activation_dtype != torch.bfloat16:
         raise UnsupportedError("it quantises activations as well")
-    if value.qdata.dtype != torch.int8 or value.qdata.dim() != 2 or block[:-1] != [1]:
+    if value.qdata.dtype != torch.int8 or value.qdata.dim() != dim or block[:-1] != [1] * (dim - 1):
         raise UnsupportedError(f"it stores {value.qdata.dim()}-dimensional {value.qdata.dtype} in blocks of {block}")
     if value.qdata.stride(-1) != 1:
         raise UnsupportedError("its rows lie apart, as those of a transposed weight")
-    attrs = {"block_rows": 1, "block_columns": block[1], "x_columns": 0}
+    attrs = {"block_rows": 1, "block_columns": block[-1], "x_columns": 0}
     return Parts({"weight": "qdata", "scales_by_column": "scale", "zeros_by_column": "zero_point"}, attrs)
 
 
-def _packed_elsewhere(value: Any) -> Parts:
+def _packed_elsewhere(value: Any, dim: int) -> Parts:
     raise UnsupportedError("its packing is not the plain one")
 
 
@@ -87,8 +90,8 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
-_READERS: dict[str, Callable[[Any], Parts]] = {
-    "Float8Tensor": lambda value: _torchao(value, torch.float8_e4m3fn),
+_READERS: dict[str, Callable[[Any, int], Parts]] = {
+    "Float8Tensor": lambda value, dim: _torchao(value, dim, torch.float8_e4m3fn),
     "Int8Tensor": _torchao_int8,
     "Int4Tensor": _torchao_int4,
     **dict.fromkeys(("Int4TilePackedTo4dTensor", "Int4PreshuffledTensor", "Int4PlainInt32Tensor"), _packed_elsewhere),

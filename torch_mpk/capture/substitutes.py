@@ -21,6 +21,7 @@ from torch_mpk.capture import (
     fp8_experts,
     gptqmodel_linears,
     packed_linears,
+    quantized_experts,
     quantized_inputs,
     quantized_modules,
 )
@@ -119,6 +120,11 @@ def _substitute_int4(module: Any) -> None:
     tensor.implements(torch.ops.aten.linear.default)(linear)
 
 
+def _substitute_experts(module: Any) -> None:
+    replace_loops(module)
+    quantized_experts.replace_products(module)
+
+
 def _left(*names: str) -> Callable[[Any], None]:
     return functools.partial(quantized_modules.leave, names=names, why="its format is not known")
 
@@ -127,7 +133,7 @@ def _left(*names: str) -> Callable[[Any], None]:
 _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.finegrained_fp8": _substitute_fp8,
     "transformers.integrations.compressed_tensors": _substitute_compressed,
-    "transformers.integrations.moe": replace_loops,
+    "transformers.integrations.moe": _substitute_experts,
     "gptqmodel.nn_modules.qlinear": gptqmodel_linears.take_linears,
     "compressed_tensors.compressors.model_compressors.model_compressor": packed_linears.take_compressor,
     "bitsandbytes.nn.modules": bitsandbytes_linears.take_linears,
