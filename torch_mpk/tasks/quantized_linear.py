@@ -211,7 +211,7 @@ def _nibbles(packed: torch.Tensor, dim: int, places: Sequence[int]) -> torch.Ten
 def scales_of(scale: torch.Tensor, nested: Sequence[torch.Tensor | None], block: int) -> torch.Tensor:
     """Scales as numbers; ``nested``: scale_code, scale_scale and scale_offset, or None thrice."""
     code, scale_of_scale, offset = nested
-    if code is None or scale_of_scale is None:
+    if code is None or scale_of_scale is None or offset is None:
         return scale
     return code[scale.int()] * scale_of_scale.repeat_interleave(block)[: scale.numel()].view(scale.shape) + offset
 

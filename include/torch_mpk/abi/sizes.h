@@ -86,8 +86,8 @@ constexpr int queries_bytes(int size) { return kWarpRows * key_row_pitch(2 * siz
 // repeats after kBoxAlignment bytes.
 inline constexpr int kBoxColumns = 64, kBoxRowBytes = 128, kBoxAlignment = 1024;
 
-// Pairs of a row and an expert that a warp multiplies, and lists, at a time: groups of eight, as many as it has registers
-// for sums of. Without repeated choices an expert has no more pairs than there are rows.
+// Pairs of a row and an expert that a warp multiplies, and lists, at a time: groups of eight, as many as it has
+// registers for sums of. Without repeated choices an expert has no more pairs than there are rows.
 inline constexpr int kPairsOfGroup = 8;
 constexpr int listed_pairs(int64_t rows, bool is_transposed) {
   const int64_t groups = (rows + kPairsOfGroup - 1) / kPairsOfGroup, most = is_transposed ? 3 : 6;
