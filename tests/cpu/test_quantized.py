@@ -10,7 +10,9 @@ import torch
 
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
 from tests.thinned import thinned
+from torch_mpk.errors import TaskError
 from torch_mpk.tasks import quantized_linear as definition
+from torch_mpk.tasks.quantized_expert_linear import quantized_expert_linear
 from torch_mpk.tasks.quantized_linear import E4M3, PACKED, quantise, quantized_linear
 
 # Rows of x, rows and columns of the weight.
@@ -41,7 +43,7 @@ class Format:
 
     @property
     def attrs(self) -> dict[str, int]:
-        names = ("block_rows", "block_columns", "x_columns", "scale_block")
+        names = ["block_rows", "block_columns", "x_columns"] + ["scale_block"] * (self.scale_block > 0)
         return {name: getattr(self, name) for name in names}
 
 
@@ -144,6 +146,21 @@ def test_a_row_does_not_depend_on_the_others(isa: str) -> None:
         assert given[0] is not None
         alone = [given[0][17:18].clone(), *given[1:]]
         assert torch.equal(run(alone, of, isa)[0], run(given, of, isa)[17])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    """Words of rows are of one matrix, of an even number of columns; tables have the sizes of their codes."""
+    x, words, scale = torch.randn(1, 7), torch.zeros(2, 7, dtype=torch.int32), torch.ones(16, 1)
+    with pytest.raises(TaskError, match="an even number of columns"):
+        quantized_linear(x, words, scale, block_rows=1, block_columns=0)
+    x, ids = torch.randn(1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(TaskError, match="a single matrix"):
+        quantized_expert_linear(x, ids, words.new_zeros(3, 2, 8), torch.ones(3, 16, 1), block_rows=1, block_columns=0)
+    given = operands((1, 16, 64), FORMATS["scales of scales"], torch.float32)
+    for i, message in ((7, "expected 16"), (8, "expected \\[256, 1, 1\\]")):
+        wrong = [*given[:i], torch.ones(3), *given[i + 1 :]]
+        with pytest.raises(TaskError, match=message):
+            quantized_linear(*wrong, **FORMATS["scales of scales"].attrs)
 
 
 def test_infinities_and_nan_of_x() -> None:

@@ -58,7 +58,8 @@ def _below(cls: Any) -> Iterator[Any]:
 
 
 def _has_own_order(cls: Any, module: Any) -> str:
-    return "its kernel has its words in an order of its own; backend='torch' keeps the checkpoint's"
+    backend = "torch_awq" if "awq" in cls.__name__.lower() else "torch"
+    return f"its kernel has its words in an order of its own; backend={backend!r} keeps the checkpoint's"
 
 
 def _refuses_words(cls: Any, module: Any) -> str:

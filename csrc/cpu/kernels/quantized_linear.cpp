@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kOffsetsStep = 16;  // that numbers of zero points are a multiple of, see QuantizedArgs
 constexpr int64_t kWideRows = 8;      // of weights, that are converted to float32 before a product
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
+constexpr int kWord = WeightFormat::kWordRows, kLines = kMaxRowsPerUnit / kWord;  // of words, that a unit has
 
 float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) {
   if (dtype == DType::kE8M0) return *p == 0xff ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, *p - 127);
@@ -71,8 +72,7 @@ class QuantizedProducts : public Kernel {
     scratch_bytes_ = 2 * bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) +
                      bytes_of(rows_per_unit_ * blocks_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_)) +
                      bytes_of(block_ * offsets_pitch_) + bytes_of(rows_per_unit_ * offsets_pitch_) +
-                     (is_gathered_ ? round_up(rows_per_unit_ * format_.row_bytes(), 64) : 0) +
-                     (is_wide() ? bytes_of(kWideRows * depth_) + microkernels.linear_scratch_bytes(block_, depth_) : 0);
+                     (is_gathered_ ? rows_per_unit_ * gathered_pitch() : 0) + wide_bytes();
   }
 
   // Computes units [begin, end) of the products of at most block_ rows with matrix number `matrix`.
@@ -88,7 +88,8 @@ class QuantizedProducts : public Kernel {
     float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
           *values = take(std::max(block_ * rows_per_unit_, depth_));
     float *x_sums = take(block_ * offsets_pitch_), *offsets = take(rows_per_unit_ * offsets_pitch_);
-    float* wide = is_wide() ? take(kWideRows * depth_) : nullptr;
+    auto* wide = reinterpret_cast<float*>(scratch);
+    scratch += wide_bytes();
     for (int64_t r = 0; r < rows.count; r++)
       prepare_row(frame, rows.x[r], x + r * runs_ * pitch_, x_factors + r * runs_, x_sums + r * offsets_pitch_, values);
     for (int64_t unit = begin; unit < end; unit++) {
@@ -213,6 +214,9 @@ class QuantizedProducts : public Kernel {
     return static_cast<float>(word >> format_.place(row) * 4 & 15);
   }
 
+  // A cache line apart, or rows of 2^n bytes would all have the same places in the cache.
+  int64_t gathered_pitch() const { return round_up(format_.row_bytes(), 64) + 64; }
+
   // Rows whose elements lie apart, one after the other.
   void gather(const Frame& frame, int64_t matrix, QuantizedArgs& args, uint8_t* rows) const {
     if (format_.has_word_rows())
@@ -221,48 +225,62 @@ class QuantizedProducts : public Kernel {
       gather_elements<4>(frame, matrix, args, rows);
     else
       gather_elements<1>(frame, matrix, args, rows);
-    args.weight = rows - args.begin * format_.row_bytes(), args.weight_stride = format_.row_bytes();
+    args.weight = rows - args.begin * gathered_pitch(), args.weight_stride = gathered_pitch();
   }
 
   template <int kBytes>
   void gather_elements(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
     const int64_t count = format_.row_bytes() / kBytes;
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t n = args.begin; n < args.end; n++)
-        std::memcpy(rows + ((n - args.begin) * count + i) * kBytes, weight_.at(frame, matrix, n, i), kBytes);
-  }
-
-  // Words of eight rows become words of eight columns.
-  void gather_words(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
-    constexpr int kWord = WeightFormat::kWordRows;
-    const int64_t pitch = format_.row_bytes();
-    for (int64_t first = 0; first < format_.columns; first += kWord) {
-      const int64_t columns = std::min<int64_t>(kWord, format_.columns - first);
-      for (int64_t n = args.begin; n < args.end; n += kWord) {
-        uint32_t words[kWord] = {};
-        for (int64_t i = 0; i < columns; i++)
-          std::memcpy(&words[i], weight_.at(frame, matrix, n / kWord, first + i), sizeof(uint32_t));
-        transpose(words);
-        for (int64_t r = 0; r < kWord; r++)
-          std::memcpy(rows + (n - args.begin + r) * pitch + first / 2, &words[format_.place(r)], columns / 2);
-      }
+    for (int64_t i = 0; i < count; i++) {
+      const uint8_t* from = weight_.at(frame, matrix, args.begin, i);
+      for (int64_t n = 0; n < args.end - args.begin; n++)
+        std::memcpy(rows + n * gathered_pitch() + i * kBytes, from + n * weight_.strides[1], kBytes);
     }
   }
 
-  // Of eight words of eight times 4 bits: swaps halves of words, then halves of these, and those of a byte.
-  static void transpose(uint32_t (&words)[8]) {
+  // Words of eight rows become words of eight columns, those of all rows at a time.
+  void gather_words(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
+    const int64_t pitch = gathered_pitch(), lines = (args.end - args.begin) / kWord;
+    uint32_t words[kWord][kLines] = {};
+    for (int64_t first = 0; first < format_.columns; first += kWord) {
+      const int64_t columns = std::min<int64_t>(kWord, format_.columns - first);
+      for (int64_t i = 0; i < columns; i++) {
+        const uint8_t* from = weight_.at(frame, matrix, args.begin / kWord, first + i);
+        for (int64_t line = 0; line < lines; line++)
+          std::memcpy(&words[i][line], from + line * weight_.strides[1], sizeof(uint32_t));
+      }
+      transpose(words);
+      for (int64_t r = 0; r < kWord; r++)
+        for (int64_t line = 0; line < lines; line++) {
+          uint8_t* to = rows + (line * kWord + r) * pitch + first / 2;
+          const uint32_t* word = &words[format_.place(r)][line];
+          columns == kWord ? std::memcpy(to, word, sizeof *word) : std::memcpy(to, word, columns / 2);
+        }
+    }
+  }
+
+  // Of eight times 4 bits of eight words: swaps those of a byte, then bytes, then halves of words.
+  static void transpose(uint32_t (&words)[kWord][kLines]) {
     constexpr uint32_t kLow[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
     for (int step = 0; step < 3; step++)
-      for (int i = 0; i < 8; i++)
-        if (const int other = i | 1 << step; other != i) {
-          const int bits = 4 << step;
-          const uint32_t swapped = (words[i] >> bits ^ words[other]) & kLow[step];
-          words[i] ^= swapped << bits, words[other] ^= swapped;
+      for (int i = 0; i < kWord; i++) {
+        if ((i & 1 << step) != 0) continue;
+        uint32_t *low = words[i], *high = words[i | 1 << step];
+        for (int line = 0; line < kLines; line++) {
+          const uint32_t swapped = (low[line] >> (4 << step) ^ high[line]) & kLow[step];
+          low[line] ^= swapped << (4 << step), high[line] ^= swapped;
         }
+      }
   }
 
   // Whether rows of weights become float32 before the product.
   bool is_wide() const { return format_.has_groups || format_.has_code; }
+
+  // Of these rows, and of what their product needs.
+  int64_t wide_bytes() const {
+    return is_wide() ? bytes_of(kWideRows * depth_) + round_up(microkernels_.linear_scratch_bytes(block_, depth_), 64)
+                     : 0;
+  }
 
   void multiply_wide(const Frame& frame, const QuantizedArgs& args, float* wide) const {
     const int64_t row_bytes = depth_ * static_cast<int64_t>(sizeof(float));
