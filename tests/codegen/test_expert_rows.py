@@ -54,7 +54,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "form", "name"), thinned(SHAPES, 2, 5, 9, 12), ids=str)
+def id_of(value: object) -> str:
+    return str(getattr(value, "__name__", value))
+
+
+@pytest.mark.parametrize(("shape", "form", "name"), thinned(SHAPES, 2, 5, 9, 12), ids=id_of)
 def test_products(shape: tuple[int, ...], form: Form, name: str) -> None:
     rows, choices, experts, n, k = shape
     dtype = random.choice([torch.bfloat16, torch.float16])
@@ -106,7 +110,7 @@ def test_prompts(form: Form) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "rows", "n"), thinned([(product, 12, 48), (transposed, 12, 64), (transposed, 70, 64)], 1), ids=str
+    ("form", "rows", "n"), thinned([(product, 12, 48), (transposed, 12, 64), (transposed, 70, 64)], 1), ids=id_of
 )
 def test_a_row_s_result_does_not_depend_on_others(form: Form, rows: int, n: int) -> None:
     choices, experts, k = 2, 4, 128
