@@ -182,8 +182,8 @@ def nibbles(words, order):
     return torch.tensor(rows).flatten(0, 1)
 
 
-def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, code, scale_code, scale_scale, scale_offset,
-                     block_rows, block_columns, x_columns, scale_block):  # fmt: skip
+def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, column_groups, codebook, scale_code, scale_scale,
+                     scale_offset, block_rows, block_columns, x_columns, scale_block):  # fmt: skip
     if scale_code is not None:
         places = torch.arange(weight_scale.numel()).view(weight_scale.shape)
         weight_scale = scale_code[weight_scale.long()] * scale_scale[places // scale_block] + scale_offset
@@ -202,12 +202,15 @@ def quantized_linear(x, weight, weight_scale, bias, x_scale, zero, groups, code,
         if x_columns or x_scale is not None:
             scale = block.abs().max() / 448 if x_scale is None else x_scale
             block.copy_((block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
-    place = torch.arange(n) // (block_rows or n), torch.arange(k) // (block_columns or k) if groups is None else groups
+    place = (
+        torch.arange(n) // (block_rows or n),
+        torch.arange(k) // (block_columns or k) if column_groups is None else column_groups,
+    )
     points = nibbles(zero, order) if zero is not None and zero.dtype == torch.int32 else zero
     middle = 8 if p < k and weight.dtype != torch.int8 and (zero is None or zero.is_floating_point()) else 0
     numbers = codes.float() - middle
-    if code is not None:
-        numbers = code[codes.unflatten(1, (-1, 2)).flip(2).flatten(1).long()]
+    if codebook is not None:
+        numbers = codebook[codes.unflatten(1, (-1, 2)).flip(2).flatten(1).long()]
     if zero is not None and not zero.is_floating_point():
         numbers = numbers - points[place[0][:, None], place[1]]
     matrix = numbers * weight_scale[place[0][:, None], place[1]].float()

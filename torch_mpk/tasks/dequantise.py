@@ -18,14 +18,14 @@ from torch_mpk.tasks.quantized_linear import (
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-_NO_TABLES = dict.fromkeys(("groups", "code", "scale_code", "scale_scale", "scale_offset"))
+_NO_TABLES = dict.fromkeys(("column_groups", "codebook", "scale_code", "scale_scale", "scale_offset"))
 _PLAIN = {"zero": None, **_NO_TABLES}
 _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.int32, **_NO_TABLES, "K": 96, "A": 24,
           "B": 3, "Z": 3, "block_rows": 1, "block_columns": 32, "columns": 96, "dtype": "float16"}  # fmt: skip
 
 
 @task(
-    "weight[W, P], weight_scale[A, B], zero[Z, B]?, groups[K]?: int32 < B, code[C]?: float32, "
+    "weight[W, P], weight_scale[A, B], zero[Z, B]?, column_groups[K]?: int32 < B, codebook[C]?: float32, "
     "scale_code[D]?: float32, scale_scale[S]?: float32, scale_offset[O]?: float32 -> matrix[N, K]",
     role="stream",
     traits=StreamTraits(loaded=(), any_strides=("weight", "weight_scale", "zero")),
@@ -38,9 +38,9 @@ _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.in
          "zero": torch.bfloat16, "block_rows": 1, "block_columns": 128, "columns": 256, "dtype": "bfloat16"},
         {"W": 24, "P": 12, **_WORDS},
         {"W": 3, "P": 96, **_WORDS},
-        {"W": 24, "P": 12, **_WORDS, "groups": torch.int32},
+        {"W": 24, "P": 12, **_WORDS, "column_groups": torch.int32},
         {"W": 24, "P": 64, "A": 24, "B": 2, "C": 16, "D": 256, "S": 3, "O": 1, "weight": torch.uint8,
-         "weight_scale": torch.uint8, "zero": None, "groups": None, "block_rows": 1, "block_columns": 64,
+         "weight_scale": torch.uint8, "zero": None, "column_groups": None, "block_rows": 1, "block_columns": 64,
          "scale_block": 16, "columns": 128, "dtype": "bfloat16"},
     ],
 )  # fmt: skip
@@ -48,8 +48,8 @@ def dequantise(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     zero: torch.Tensor | None = None,
-    groups: torch.Tensor | None = None,
-    code: torch.Tensor | None = None,
+    column_groups: torch.Tensor | None = None,
+    codebook: torch.Tensor | None = None,
     scale_code: torch.Tensor | None = None,
     scale_scale: torch.Tensor | None = None,
     scale_offset: torch.Tensor | None = None,
@@ -68,9 +68,9 @@ def dequantise(
         raise TaskError(f"dequantise: dtype is {dtype!r}, expected {' or '.join(RESULTS)}")
     nested = scale_code, scale_scale, scale_offset
     check_format("dequantise", columns, weight, weight_scale, zero, block_rows, block_columns)
-    check_tables("dequantise", weight, weight_scale, zero, groups, code, nested, scale_block)
+    check_tables("dequantise", weight, weight_scale, zero, column_groups, codebook, nested, scale_block)
     scale = scales_of(weight_scale, nested, scale_block)
     offsets = offsets_of(zero, weight, scale, columns, torch.float32)
     blocks = block_rows or len(weight) * word_rows(weight, columns), block_columns or columns
-    matrix = dequantised(weight, scale, *blocks, torch.float32, columns, offsets, groups, code)
+    matrix = dequantised(weight, scale, *blocks, torch.float32, columns, offsets, column_groups, codebook)
     return matrix.to(RESULTS[dtype])

@@ -21,19 +21,19 @@ LEAST_SCALE = 1e-12
 MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full precision at a time
 
 
-_NO_TABLES = dict.fromkeys(("groups", "code", "scale_code", "scale_scale", "scale_offset"))
-_FP8 = {"weight": E4M3, "weight_scale": torch.float32, "x_scale": None, "zero": None, **_NO_TABLES}
-_WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.int32, "x_scale": None, **_NO_TABLES,
+_TABLES = dict.fromkeys(("column_groups", "codebook", "scale_code", "scale_scale", "scale_offset"))
+_FP8 = {"weight": E4M3, "weight_scale": torch.float32, "x_scale": None, "zero": None, **_TABLES}
+_WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.int32, "x_scale": None, **_TABLES,
           "bias": None, "K": 96, "A": 24, "B": 3, "Z": 3, "block_rows": 1, "block_columns": 32}  # fmt: skip
 
 
 @task(
     "x[R, K], weight[W, P], weight_scale[A, B], bias[N]?, x_scale[1]?, zero[Z, B]?, "
-    "groups[K]?: int32 < B, code[C]?: float32, scale_code[D]?: float32, scale_scale[S]?: float32, "
+    "column_groups[K]?: int32 < B, codebook[C]?: float32, scale_code[D]?: float32, scale_scale[S]?: float32, "
     "scale_offset[O]?: float32 -> y[R, N]",
     role="stream",
     traits=StreamTraits(
-        loaded=("weight", "weight_scale", "zero", "groups", "code", "scale_code", "scale_scale", "scale_offset"),
+        loaded=("weight", "weight_scale", "zero", *_TABLES),
         staged=("x",),
         whole=("x",),
         takes_rows=("x",),
@@ -57,9 +57,9 @@ _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.in
          "weight_scale": torch.bfloat16, "zero": torch.bfloat16, "block_rows": 1, "block_columns": 128},
         {"R": 3, "N": 24, "W": 24, "P": 12, **_WORDS},
         {"R": 3, "N": 24, "W": 3, "P": 96, **_WORDS},
-        {"R": 2, "N": 24, "W": 24, "P": 12, **_WORDS, "groups": torch.int32},
+        {"R": 2, "N": 24, "W": 24, "P": 12, **_WORDS, "column_groups": torch.int32},
         {"R": 2, "K": 128, "N": 24, "W": 24, "P": 64, "A": 24, "B": 2, "C": 16, "D": 256, "S": 3, "O": 1,
-         "weight": torch.uint8, "weight_scale": torch.uint8, "x_scale": None, "zero": None, "groups": None,
+         "weight": torch.uint8, "weight_scale": torch.uint8, "x_scale": None, "zero": None, "column_groups": None,
          "block_rows": 1, "block_columns": 64, "scale_block": 16},
     ],
 )  # fmt: skip
@@ -70,8 +70,8 @@ def quantized_linear(
     bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
-    groups: torch.Tensor | None = None,
-    code: torch.Tensor | None = None,
+    column_groups: torch.Tensor | None = None,
+    codebook: torch.Tensor | None = None,
     scale_code: torch.Tensor | None = None,
     scale_scale: torch.Tensor | None = None,
     scale_offset: torch.Tensor | None = None,
@@ -95,13 +95,13 @@ def quantized_linear(
     of them, of 4 bits, for eight blocks of rows that follow each other, in the order of rows of ``weight``'s words: Z
     is A / 8, rounded up.
 
-    ``groups`` says which block of columns each column belongs to, in place of ``k // block_columns``, as GPTQ has it
-    with act-order. x is not quantised then.
+    ``column_groups`` says which block of columns each column belongs to, in place of ``k // block_columns``, as GPTQ
+    has it with act-order. x is not quantised then.
 
-    ``code`` has 16 numbers, which those of uint8 are looked up in, as bitsandbytes has them; the first of two stands in
-    the high bits. Scales may be uint8, too, with all three of ``scale_code``, of 256 numbers, ``scale_scale`` and
-    ``scale_offset``, of one: ``scale_code[byte] * scale_scale[p // scale_block] + scale_offset``, for the scale at
-    place p in row-major order.
+    ``codebook`` has 16 numbers, which those of uint8 are looked up in, as bitsandbytes has them; the first of two
+    stands in the high bits. Scales may be uint8, too, with all three of ``scale_code``, of 256 numbers,
+    ``scale_scale`` and ``scale_offset``, of one: ``scale_code[byte] * scale_scale[p // scale_block] + scale_offset``,
+    for the scale at place p in row-major order.
 
     With ``x_columns``, x is quantised, too: each row, in blocks of so many columns (-1: all of them), is divided by its
     scale s, the block's largest magnitude over 448, at least 1e-12, rounded to float8_e4m3fn, and multiplied by s
@@ -114,10 +114,10 @@ def quantized_linear(
     if x_scale is not None:
         x_columns = -1
     nested = scale_code, scale_scale, scale_offset
-    check_tables("quantized_linear", weight, weight_scale, zero, groups, code, nested, scale_block)
+    check_tables("quantized_linear", weight, weight_scale, zero, column_groups, codebook, nested, scale_block)
     weight_scale = scales_of(weight_scale, nested, scale_block)
-    if x_columns and (groups is not None or code is not None):
-        raise TaskError("quantized_linear: x is quantised, which it is not beside groups or code")
+    if x_columns and (column_groups is not None or codebook is not None):
+        raise TaskError("quantized_linear: x is quantised, which it is not beside column_groups or codebook")
     computed = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = quantise(x.to(computed), x_columns, x_scale) if x_columns else x.to(computed)
     bias = None if bias is None else bias.to(computed)
@@ -129,7 +129,7 @@ def quantized_linear(
     height = max(MOST_ELEMENTS // max(x.shape[1], 1) // step, 1) * step
     if rows_of_weight <= height:
         matrix = dequantised(
-            weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets, groups, code
+            weight, weight_scale, block_rows, block_columns, computed, x.shape[1], offsets, column_groups, codebook
         )
         return F.linear(rows, matrix, bias).to(x.dtype)
     products = []
@@ -138,7 +138,7 @@ def quantized_linear(
         blocks = slice(first // block_rows, (first + height) // block_rows)
         own = None if offsets is None else offsets[blocks]
         matrix = dequantised(
-            part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own, groups, code
+            part, weight_scale[blocks], block_rows, block_columns, computed, x.shape[1], own, column_groups, codebook
         )
         products.append(F.linear(rows, matrix))
     y = torch.cat(products, -1)
@@ -165,23 +165,24 @@ def dequantised(
     dtype: torch.dtype,
     columns: int | None = None,
     offsets: torch.Tensor | None = None,
-    groups: torch.Tensor | None = None,
-    code: torch.Tensor | None = None,
+    column_groups: torch.Tensor | None = None,
+    codebook: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The matrix that weight and scale stand for.
 
-    ``offsets``: what is added to each block; ``groups``: the block of each column; ``code``: the numbers of codes.
+    ``offsets``: what is added to each block; ``column_groups``: the block of each column; ``codebook``: the numbers of
+    codes.
     """
     columns = weight.shape[1] if columns is None else columns
     shape = len(weight) * word_rows(weight, columns), columns
 
     def spread(blocks: torch.Tensor) -> torch.Tensor:
         each = blocks.to(dtype).repeat_interleave(block_rows, 0)[: shape[0]] if block_rows > 1 else blocks.to(dtype)
-        if groups is not None:
-            return each.index_select(1, groups)
+        if column_groups is not None:
+            return each.index_select(1, column_groups)
         return each.repeat_interleave(block_columns, 1)[:, : shape[1]] if block_columns > 1 else each
 
-    matrix = _numbers(weight, columns, code).to(dtype) * spread(scale)
+    matrix = _numbers(weight, columns, codebook).to(dtype) * spread(scale)
     return matrix if offsets is None else matrix + spread(offsets)
 
 
@@ -190,9 +191,9 @@ def word_rows(weight: torch.Tensor, columns: int) -> int:
     return len(PLACES) if weight.dtype == torch.int32 and weight.shape[-1] == columns else 1
 
 
-def _numbers(weight: torch.Tensor, columns: int, code: torch.Tensor | None) -> torch.Tensor:
-    if code is not None:
-        return code[_nibbles(weight, 1, (1, 0))]
+def _numbers(weight: torch.Tensor, columns: int, codebook: torch.Tensor | None) -> torch.Tensor:
+    if codebook is not None:
+        return codebook[_nibbles(weight, 1, (1, 0))]
     if word_rows(weight, columns) > 1:
         return _nibbles(weight, 0, PLACES) - _OFFSET[weight.dtype]
     if weight.shape[1] == columns:
@@ -237,16 +238,18 @@ def check_tables(
     weight: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    code: torch.Tensor | None,
+    column_groups: torch.Tensor | None,
+    codebook: torch.Tensor | None,
     of_scales: Sequence[torch.Tensor | None],
     scale_block: int,
 ) -> None:
     """Checks what columns and scales look up. Raises TaskError."""
-    if code is not None and (weight.dtype != torch.uint8 or zero is not None or groups is not None or len(code) != 16):
+    if codebook is not None and (
+        weight.dtype != torch.uint8 or zero is not None or column_groups is not None or len(codebook) != 16
+    ):
         raise TaskError(
-            f"{task_name}: code has {len(code)} numbers beside {weight.dtype} weights, expected 16, and uint8 "
-            "weights without zero or groups"
+            f"{task_name}: codebook has {len(codebook)} numbers beside {weight.dtype} weights, expected 16, and uint8 "
+            "weights without zero or column_groups"
         )
     given = [len(table) for table in of_scales if table is not None]
     expected = [256, -(-scale.numel() // max(scale_block, 1)), 1] if scale.dtype == torch.uint8 else []

@@ -60,7 +60,7 @@ class QuantizedProducts : public Kernel {
       if (operand != nullptr) require_inner_stride(node, *operand);
       return operand == nullptr ? Place() : Place(operand->tensor);
     };
-    groups_ = place("groups"), code_ = place("code");
+    groups_ = place("column_groups"), code_ = place("codebook");
     scale_code_ = place("scale_code"), scale_scale_ = place("scale_scale"), scale_offset_ = place("scale_offset");
     product_ = product_of(format_, microkernels);
     block_ = std::min<int64_t>(most_rows, kLinearRowBlock);

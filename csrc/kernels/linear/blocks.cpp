@@ -7,8 +7,8 @@ namespace mpk {
 
 using namespace codegen;
 
-const std::vector<std::string> kOfWeight = {"weight", "weight_scale", "zero",        "groups",
-                                            "code",   "scale_code",   "scale_scale", "scale_offset"};
+const std::vector<std::string> kOfWeight = {"weight",   "weight_scale", "zero",        "column_groups",
+                                            "codebook", "scale_code",   "scale_scale", "scale_offset"};
 
 std::optional<std::string> refuses_weights(const Schedule& schedule, const Job& job) {
   const WeightFormat first = format_of(schedule, job);
@@ -53,8 +53,8 @@ std::string write_tables(const KernelContext& context, Refs& refs, const Job& jo
   };
   const WeightFormat format = format_of(context.schedule, job);
   std::string text;
-  if (format.has_groups) text += constant("kGroups", format.scale_columns()) + table("int32_t", "groups");
-  if (format.has_code) text += table("float", "code");
+  if (format.has_groups) text += constant("kGroups", format.scale_columns()) + table("int32_t", "column_groups");
+  if (format.has_code) text += table("float", "codebook");
   if (!format.has_nested_scales()) return text;
   text += constant("kRowScales", format.scale_columns()) + constant("kScaleBlock", format.scale_block);
   for (const char* name : {"scale_code", "scale_scale", "scale_offset"}) text += table("float", name);

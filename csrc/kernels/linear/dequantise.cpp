@@ -133,7 +133,7 @@ class Dequantise : public Kernel {
   std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
     const Tensor& matrix = node.operands.back().tensor;
     if (auto why = WeightFormat::refuses(node)) return why;
-    for (const char* name : {"groups", "code", "scale_code", "scale_scale"})
+    for (const char* name : {"column_groups", "codebook", "scale_code", "scale_scale"})
       if (const Operand* operand = node.find(name))
         if (auto why = refuses_inner_stride(*operand)) return why;
     if (!is_reduced_float(matrix.dtype)) return "its result is not of 16-bit floats";

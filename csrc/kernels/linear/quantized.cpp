@@ -29,7 +29,7 @@ std::optional<std::string> refuses_operands(const Node& node) {
   const Operand& x = node.operand("x");
   if (auto why = refuses_row_dtype(x)) return why;
   if (auto why = refuses_dtype(node.operands.back(), x.tensor.dtype)) return why;
-  for (const char* name : {"x", "bias", "groups", "code", "scale_code", "scale_scale", "y"})
+  for (const char* name : {"x", "bias", "column_groups", "codebook", "scale_code", "scale_scale", "y"})
     if (const Operand* operand = node.find(name))
       if (auto why = refuses_inner_stride(*operand)) return why;
   return WeightFormat::refuses(node);

@@ -43,8 +43,8 @@ WeightFormat WeightFormat::of(const Node& node) {
           block(node, "block_columns", columns),
           x_columns < 0 || x_columns > columns ? std::max<int64_t>(columns, 1) : x_columns,
           has_static_x,
-          node.find("groups") != nullptr,
-          node.find("code") != nullptr,
+          node.find("column_groups") != nullptr,
+          node.find("codebook") != nullptr,
           node.find("scale_code") == nullptr ? 0 : std::min(node.int_attr("scale_block"), scale.numel()),
           zero == nullptr ? ZeroKind::kNone : zero_kind(zero->tensor.dtype),
           zero != nullptr && is_float(zero->tensor.dtype) ? size_bytes(zero->tensor.dtype) : 0};
@@ -105,9 +105,11 @@ std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const 
 
 std::optional<std::string> WeightFormat::refuses_groups(const Node& node) const {
   if (!has_groups) return std::nullopt;
-  const Tensor& groups = node.operand("groups").tensor;
-  if (groups.dtype != DType::kI32) return "groups is " + std::string(info(groups.dtype).name) + ", expected int32";
-  if (bits() != 4 || quantizes_x()) return "groups belong to weights of 4 bits, and to an x that is not quantised";
+  const Tensor& groups = node.operand("column_groups").tensor;
+  if (groups.dtype != DType::kI32)
+    return "column_groups is " + std::string(info(groups.dtype).name) + ", expected int32";
+  if (bits() != 4 || quantizes_x())
+    return "column_groups belong to weights of 4 bits, and to an x that is not quantised";
   return std::nullopt;
 }
 
@@ -120,9 +122,9 @@ std::optional<std::string> WeightFormat::refuses_tables(const Node& node) const 
     return why;
   };
   if (has_code) {
-    if (auto why = differs("code", kCodes)) return why;
+    if (auto why = differs("codebook", kCodes)) return why;
     if (storage != DType::kU8 || has_zero() || has_groups || quantizes_x())
-      return "code belongs to uint8 weights with scales alone";
+      return "codebook belongs to uint8 weights with scales alone";
   }
   if (node.find("scale_code") == nullptr) return std::nullopt;
   if (!has_nested_scales() || scale_dtype != DType::kU8) return "scale_code belongs to uint8 scales in scale_blocks";

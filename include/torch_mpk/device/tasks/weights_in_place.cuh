@@ -15,11 +15,11 @@ concept HasWeightsInPlace = requires(const Job& job, int i) {
   // Of each column, the one of so many groups that it belongs to.
   requires !V::kHasGroups || requires {
     requires Constants<int, V::kGroups>;
-    { V::groups(job, i) } -> Same<const int32_t*>;
+    { V::column_groups(job, i) } -> Same<const int32_t*>;
   };
   // Numbers of all codes, of which the first of two stands in the high bits.
   requires !V::kHasCode || requires {
-    { V::code(job, i) } -> Same<const float*>;
+    { V::codebook(job, i) } -> Same<const float*>;
   };
   // Numbers of scales, by byte; for so many of them a scale of theirs; what is added to the products.
   requires !V::kNestedScales || requires {
@@ -53,7 +53,7 @@ struct RowInPlace {
   // The number of column k, which is in `byte`.
   MPK_DEVICE float number_in(uint8_t byte, int k) const {
     if constexpr (V::kHasCode) {
-      return V::code(job, which)[byte >> (1 - k % 2) * 4 & 15];
+      return V::codebook(job, which)[byte >> (1 - k % 2) * 4 & 15];
     } else {
       return weight_of<V>(byte, V::kWordRows > 1 ? place : k);
     }
@@ -62,7 +62,7 @@ struct RowInPlace {
   // What belongs to column k: that of its group, which is any number. NaN if there is none of that number.
   MPK_DEVICE BlockScale<V> block_of(int k) const {
     if constexpr (V::kHasGroups) {
-      const uint32_t group = V::groups(job, which)[k];
+      const uint32_t group = V::column_groups(job, which)[k];
       BlockScale<V> block = load_block_scale<V>(job, which, n, min(group, V::kGroups - 1u));
       if (group >= V::kGroups) block.scale = cast<typename BlockScale<V>::Scale>(__int_as_float(0x7fffffff));
       return block;
