@@ -151,8 +151,6 @@ def generate(
         MegakernelTimeout: a launch was aborted by its watchdog.
     """
     model = plain_model(model)
-    keep_packed(model)
-    keep_words(model)
     check_tensors(model, input_ids, attention_mask)
     check_streamer(streamer)
     given = {
@@ -176,6 +174,8 @@ def generate(
     length = cache_length(settings, input_ids, max_cache_len)
     padding = padding_of(input_ids, attention_mask, settings)
     decode = _Decode(model, input_ids, padding, length, options)
+    keep_packed(model)
+    keep_words(model)
     sharing_draws(model, settings, generator, input_ids.device)
     decode.may_change = not is_of_transformers(streamer)
     decode.compile_prompt_where_fast(prefill_chunk_size, is_chosen=settings.max_cache_len is not None)

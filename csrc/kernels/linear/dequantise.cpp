@@ -137,7 +137,7 @@ class Dequantise : public Kernel {
       if (const Operand* operand = node.find(name))
         if (auto why = refuses_inner_stride(*operand)) return why;
     if (!is_reduced_float(matrix.dtype)) return "its result is not of 16-bit floats";
-    if (matrix.numel() >= int64_t{1} << 32) return "its result has 2^32 elements or more";
+    if (matrix.numel() >= int64_t{1} << 31) return "its result has 2^31 elements or more";
     return refuses_inner_stride(node.operands.back());
   }
 

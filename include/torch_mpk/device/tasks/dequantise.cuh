@@ -7,15 +7,12 @@
 namespace mpk::linear {
 
 template <class V, class C>
-concept DequantiseVariant = QuantizedSizes<V> && HasScales<V> && Constants<int, V::kWordColumns> &&
-                            Constants<bool, V::kIsWide> && requires(const Job& job) {
-                              requires Constants<int64_t, V::kPitch>;  // of the matrix
-                              requires Constants<uint32_t, V::kRows, V::kSize>;
-                              { V::weight(job, 0) } -> Same<const uint8_t*>;
-                              { V::weight_pitch(0) } -> Same<int64_t>;  // in bytes
-                              { V::word_pitch(0) } -> Same<int64_t>;    // to the next kWordColumns
-                              { V::matrix(job) } -> Same<typename V::T*>;
-                            };
+concept DequantiseVariant = QuantizedSizes<V> && HasScales<V> && HasWeightsInPlace<V> && requires(const Job& job) {
+  requires Constants<bool, V::kIsWide>;
+  requires Constants<int64_t, V::kPitch>;  // of the matrix
+  requires Constants<uint32_t, V::kRows, V::kSize>;
+  { V::matrix(job) } -> Same<typename V::T*>;
+};
 
 // Eight columns of a row, whose numbers are one access.
 template <class V>
