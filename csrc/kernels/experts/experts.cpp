@@ -72,9 +72,12 @@ std::optional<std::string> ExpertKernel::refuses(const Schedule& schedule, const
   const Experts own(node);
   if (own.experts > kMaxExperts) return str(own.experts) + " experts, expected at most " + str(kMaxExperts);
   if (std::optional<std::string> why = refuses_factors(own)) return why;
-  for (const char* name : {"weight", "transposed", "weight_scale", "zero"})
-    if (const Operand* operand = node.find(name); operand != nullptr && !is_constant(schedule.graph, operand->tensor))
-      return "the launch writes the weights";
+  for (const char* name : {"weight", "transposed", "weight_scale", "zero"}) {
+    const Operand* operand = node.find(name);
+    if (operand == nullptr || is_constant(schedule.graph, operand->tensor)) continue;
+    const bool is_made = schedule.graph.buffers()[operand->tensor.buffer].kind == BufferKind::kWorkspace;
+    if (!is_made || own.format || own.is_transposed) return "the launch writes the weights";
+  }
   return std::nullopt;
 }
 
@@ -139,6 +142,7 @@ JobCode ExpertKernel::emit(const JobPlace& place) const {
               (own.is_transposed ? "kDepthPitch" : "kRowPitch") + " = " + str(own.weight.strides[1] * unit) + ";\n" +
               getter("x", type, own.x) + getter("ids", "int64_t", own.ids) + getter("weight", weights, own.weight);
   if (own.format) code.body += quantized_members(node, refs);
+  code.body += flag("kMadeWeights", !is_constant(place.context.graph(), own.weight));
   add_map(code, refs, node, own);
   add_results(place, code, refs, own);
   return code;

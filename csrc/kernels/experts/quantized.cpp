@@ -1,5 +1,7 @@
 // Experts whose weights are quantised. Kernels with boxes are those of 16-bit weights, whose warps convert what they
 // read. `direct` serves all else, such as float32, odd sizes, and prompts.
+#include <algorithm>
+
 #include "../../codegen/text.h"
 #include "../../schedule/refusals.h"
 #include "../linear/format_members.h"
@@ -20,6 +22,16 @@ class DirectExperts : public ExpertKernel {
   DirectExperts() : ExpertKernel(kQuantizedExpertLinear, "direct", "experts::compute_direct", "", 0.05) {}
 
  private:
+  // An estimate for many pairs: each is multiplied with weights of its own, a number at a time.
+  std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
+    constexpr double kProductsPerNs = 20;  // of a worker
+    std::vector<Cut> cuts = ExpertKernel::candidates(schedule, job);
+    const Experts own(schedule.graph.nodes()[job.body.front()]);
+    const double products = double(own.pairs) * double(own.rows) * double(own.size);
+    for (Cut& cut : cuts)
+      cut.cost_ns = std::max(cut.cost_ns, products / kProductsPerNs / double(schedule.target.num_workers));
+    return cuts;
+  }
   std::optional<std::string> refuses_factors(const Experts&) const override { return std::nullopt; }
   int64_t staged_bytes(const Schedule&, const Experts&) const override { return 0; }
   bool reads_aligned() const override { return false; }

@@ -242,6 +242,16 @@ MPK_DEVICE uint4 load_once(const uint4* p) {
   return v;
 }
 
+// The same of memory that an earlier phase may have written.
+MPK_DEVICE uint4 load_made_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 MPK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

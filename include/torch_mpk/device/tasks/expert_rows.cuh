@@ -183,8 +183,13 @@ struct WeightRows {
 
   MPK_DEVICE RowFragment operator[](int step) const {
     const int column = step * kStepColumns;
-    return {ptx::load_once(reinterpret_cast<const uint4*>(upper + column)),
-            ptx::load_once(reinterpret_cast<const uint4*>(lower + column))};
+    return {load(upper + column), load(lower + column)};
+  }
+
+ private:
+  MPK_DEVICE static uint4 load(const T* from) {
+    const auto* access = reinterpret_cast<const uint4*>(from);
+    return V::kMadeWeights ? ptx::load_made_once(access) : ptx::load_once(access);
   }
 };
 
@@ -281,8 +286,8 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
 
 // V: T; kPairs, kChoices for each row; kExperts, whose weights have kRows rows of kSize, which are kRowBytes, at
 // kExpertPitch and kRowPitch, or kSize rows of kRows at kDepthPitch; pitches kXRow, kXChoice, kIdsRow, kIdsChoice;
-// x(job), ids(job), weight(job). Results: kYRow, kYChoice and y(job), or kColumns, kFirstHalf, kSecondHalf and
-// combine(job, point, first, second).
+// x(job), ids(job), weight(job), which the launch has written if kMadeWeights. Results: kYRow, kYChoice and y(job), or
+// kColumns, kFirstHalf, kSecondHalf and combine(job, point, first, second).
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;

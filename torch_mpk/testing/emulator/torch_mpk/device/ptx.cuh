@@ -120,6 +120,10 @@ inline uint4 load_once(const uint4* p) {
   emulator::require_aligned(p);
   return *p;
 }
+inline uint4 load_made_once(const uint4* p) {
+  emulator::require_aligned(p);
+  return *p;
+}
 inline void store_if(bool condition, uint16_t* p, uint16_t v) {
   if (condition) *p = v;
 }
