@@ -4,6 +4,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include "torch_mpk/kernel_api.h"
 #include "torch_mpk/schedule/schedule.h"
@@ -12,6 +13,15 @@ namespace mpk {
 
 // A graph that may take another's place: its first buffers are those of the other. Nothing: there is none.
 using Rewrite = std::optional<TBGraph> (*)(const TBGraph&, const Target&);
+
+// What rewrites begin with: a graph of the same buffers, without nodes.
+MPK_KERNEL_API TBGraph with_buffers_of(const TBGraph& graph);
+// Adds a node as it is.
+MPK_KERNEL_API void copy_node(TBGraph& made, const Node& node);
+// Adds a buffer of the workspace for a matrix whose rows follow each other.
+MPK_KERNEL_API Tensor add_matrix(TBGraph& made, const std::string& name, DType dtype, int64_t rows, int64_t columns);
+// The label of a node that computes a part of another.
+MPK_KERNEL_API std::string label_of_part(const Node& node, const char* part);
 
 // Returns true, for a variable's initialiser.
 MPK_KERNEL_API bool add_rewrite(Rewrite rewrite);

@@ -93,10 +93,6 @@ std::vector<TakenRuns> choose_runs(const TBGraph& graph, const Target& target) {
   return taken;
 }
 
-std::optional<double> launch_ns(const TBGraph& graph, const Target& target, const std::vector<TakenRuns>& runs) {
-  return launch_ns(run_passes(graph, target, runs, "").schedule);
-}
-
 }  // namespace
 
 Draft make_draft(const TBGraph& graph, const Target& target, const std::string& last_pass) {
@@ -110,13 +106,16 @@ Draft make_draft(const TBGraph& graph, const Target& target, const std::string& 
     throw std::invalid_argument("no pass '" + last_pass + "'; there are " + known);
   }
   std::vector<TakenRuns> runs = choose_runs(graph, target);
-  if (const std::optional<TBGraph> other = rewritten(graph, target)) {
-    std::vector<TakenRuns> other_runs = choose_runs(*other, target);
-    const std::optional<double> ns = launch_ns(graph, target, runs), other_ns = launch_ns(*other, target, other_runs);
-    // Without kernels for either, those that the other graph lacks say what is missing.
-    if (!ns || (other_ns && *other_ns < *ns)) return run_passes(*other, target, std::move(other_runs), last_pass);
-  }
-  return run_passes(graph, target, std::move(runs), last_pass);
+  const std::optional<TBGraph> other = rewritten(graph, target);
+  if (!other) return run_passes(graph, target, std::move(runs), last_pass);
+  std::vector<TakenRuns> other_runs = choose_runs(*other, target);
+  Draft own = run_passes(graph, target, runs, ""), replaced = run_passes(*other, target, other_runs, "");
+  const std::optional<double> own_ns = launch_ns(own.schedule), other_ns = launch_ns(replaced.schedule);
+  // Without kernels for either, those that the other graph lacks say what is missing.
+  const bool is_replaced = !own_ns || (other_ns && *other_ns < *own_ns);
+  if (last_pass.empty()) return is_replaced ? std::move(replaced) : std::move(own);
+  return is_replaced ? run_passes(*other, target, std::move(other_runs), last_pass)
+                     : run_passes(graph, target, std::move(runs), last_pass);
 }
 
 Schedule make_schedule(const TBGraph& graph, const Target& target) {

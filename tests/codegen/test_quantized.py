@@ -156,7 +156,7 @@ def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
 
 
 def test_formats_of_one_input_are_jobs_of_their_own() -> None:
-    """Of one storage, in the same blocks: 8 and 4 bits, words of columns and of rows, with zero points and without."""
+    """They share a storage and blocks: 8 and 4 bits, words of columns and of rows, some with zero points."""
     x, attrs = torch.randn(2, 256).bfloat16(), ROWS | {"x_columns": -1}  # else they become matrices
     words = {"storage": torch.int32, **attrs}
     made = [
@@ -242,7 +242,7 @@ MATRICES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("rows", "arch", "kernel"), [(70, 90, "tiles"), (20, 100, "rows"), (3, 80, "vector")])
 def test_weights_that_become_matrices(rows: int, arch: int, kernel: str) -> None:
-    """Those of a prompt, and those that come in no boxes."""
+    """Weights of a prompt do, and weights that come in no boxes."""
     sizes = MATRICES if rows == 70 else MATRICES[-4:-1]
     check([call(rows=rows, **each) for each in sizes], arch, {"dequantise", f"linear.{kernel}"})
 

@@ -163,7 +163,7 @@ class QuantizedProducts : public Kernel {
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : std::max(most / kLargestE4M3, kLeastScale);
   }
 
-  // Of a run's scales, or of a group's.
+  // The column of the scales of a run, or of a group.
   int64_t column_of(int64_t run) const { return is_wide() ? run : run * run_ / format_.block_columns; }
 
   float scale_at(const Frame& frame, int64_t matrix, int64_t row, int64_t column) const {
@@ -259,7 +259,7 @@ class QuantizedProducts : public Kernel {
     }
   }
 
-  // Of eight times 4 bits of eight words: swaps those of a byte, then bytes, then halves of words.
+  // Transposes eight times 4 bits of eight words: swaps those of a byte, then bytes, then halves of words.
   static void transpose(uint32_t (&words)[kWord][kLines]) {
     constexpr uint32_t kLow[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
     for (int step = 0; step < 3; step++)
@@ -276,7 +276,7 @@ class QuantizedProducts : public Kernel {
   // Whether rows of weights become float32 before the product.
   bool is_wide() const { return format_.has_groups || format_.has_code; }
 
-  // Of these rows, and of what their product needs.
+  // The bytes that these rows take, and their product's scratch.
   int64_t wide_bytes() const {
     return is_wide() ? bytes_of(kWideRows * depth_) + round_up(microkernels_.linear_scratch_bytes(block_, depth_), 64)
                      : 0;
@@ -322,7 +322,7 @@ class QuantizedProducts : public Kernel {
     }
   }
 
-  // Of all codes of 4 bits.
+  // Finds the numbers of all codes of 4 bits.
   void find_numbers(const Frame& frame, float (&numbers)[WeightFormat::kCodes]) const {
     constexpr int kMiddle = WeightFormat::kMiddle;
     for (int code = 0; code < WeightFormat::kCodes; code++)

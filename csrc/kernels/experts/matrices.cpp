@@ -3,13 +3,13 @@
 // in less time.
 #include <algorithm>
 #include <array>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../../schedule/rewrite.h"
 #include "../../schedule/staging.h"
+#include "../linear/quantise_rows.h"
 #include "experts.h"
 
 namespace mpk {
@@ -24,14 +24,9 @@ class MatricesOfExperts {
     for (const Node& node : graph.nodes())
       if (takes(node)) bytes = std::max(bytes, matrix_of(node, 0).numel() * size_bytes(output(node).tensor.dtype));
     if (bytes == 0) return;
-    for (const Buffer& b : graph.buffers()) made_.add_buffer(b.name, b.kind, b.index, b.bytes);
+    made_ = with_buffers_of(graph);
     for (int& place : places_) place = made_.add_buffer("experts", BufferKind::kWorkspace, -1, bytes);
-    for (const Node& node : graph.nodes()) {
-      if (takes(node))
-        add(node);
-      else
-        made_.add_node(node.def->name, node.operands, node.attrs, node.program, node.label);
-    }
+    for (const Node& node : graph.nodes()) takes(node) ? add(node) : copy_node(made_, node);
     is_changed_ = true;
   }
 
@@ -75,10 +70,6 @@ class MatricesOfExperts {
     return t;
   }
 
-  static std::string label(const Node& node, const char* what) {
-    return node.label.empty() ? "" : node.label + "." + what;
-  }
-
   void add_dequantise(const Node& node, const char* what, std::vector<Operand> operands, const Tensor& matrix,
                       int64_t block_rows, int64_t block_columns) {
     operands.push_back({"matrix", matrix, false, true});
@@ -88,7 +79,7 @@ class MatricesOfExperts {
                     {"columns", matrix.shape[1]},
                     {"dtype", std::string(info(matrix.dtype).name)},
                     {"scale_block", int64_t{0}}},
-                   std::nullopt, label(node, what));
+                   std::nullopt, label_of_part(node, what));
   }
 
   void add(const Node& node) {
@@ -110,30 +101,18 @@ class MatricesOfExperts {
   // x as numbers of e4m3 times their scales.
   Tensor rounded(const Node& node, const Tensor& x, int64_t block) {
     const int64_t columns = x.shape[2], blocks = columns / block, choices = is_shared(x) ? 1 : x.shape[1];
-    const int64_t rows = x.shape[0] * choices, pitch = x.strides[choices > 1 ? 1 : 0];
-    const Tensor numbers = add_tensor("e4m3", DType::kE4M3, rows, columns);
-    const Tensor scales = add_tensor("scales", DType::kF32, rows, blocks);
-    const Tensor result = add_tensor("rounded", x.dtype, rows, columns);
-    const auto in_blocks = [&](Tensor t, int64_t row_pitch) {
-      t.shape = {rows, blocks, block}, t.strides = {row_pitch, block, 1};
-      return t;
-    };
-    made_.add_node("quantise_rows",
-                   {{"x", in_blocks(x, pitch), true, false},
-                    {"numbers", in_blocks(numbers, columns), false, true},
-                    {"scales", scales, false, true}},
-                   {}, std::nullopt, label(node, "x"));
+    const int64_t rows = x.shape[0] * choices;
+    const Tensor numbers = add_matrix(made_, "experts.x.e4m3", DType::kE4M3, rows, columns);
+    const Tensor scales = add_matrix(made_, "experts.x.scales", DType::kF32, rows, blocks);
+    const Tensor result = add_matrix(made_, "experts.x.rounded", x.dtype, rows, columns);
+    Tensor flat_x = x;
+    flat_x.shape = {rows, columns}, flat_x.strides = {x.strides[choices > 1 ? 1 : 0], 1};
+    add_quantise_rows(made_, flat_x, std::nullopt, numbers, scales, block, label_of_part(node, "x"));
     add_dequantise(node, "x.rounded", {{"weight", numbers, true, false}, {"weight_scale", scales, true, false}}, result,
                    1, block);
     Tensor view = result;
     view.shape = x.shape, view.strides = {choices * columns, choices > 1 ? columns : 0, 1};
     return view;
-  }
-
-  Tensor add_tensor(const char* name, DType dtype, int64_t rows, int64_t columns) {
-    const int buffer = made_.add_buffer(std::string("experts.x.") + name, BufferKind::kWorkspace, -1,
-                                        rows * columns * size_bytes(dtype));
-    return {buffer, dtype, {rows, columns}, {columns, 1}};
   }
 
   const TBGraph& graph_;

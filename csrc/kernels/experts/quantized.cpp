@@ -1,5 +1,6 @@
 // Experts whose weights are quantised. Kernels with boxes are those of 16-bit weights, whose warps convert what they
-// read. `direct` serves all else, such as float32, odd sizes, and prompts.
+// read. `direct` serves all else, such as float32 and odd sizes. Prompts have
+// matrices of 16 bits made of them, see matrices.cpp.
 #include <algorithm>
 
 #include "../../codegen/text.h"

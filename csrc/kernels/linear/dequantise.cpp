@@ -35,8 +35,7 @@ class Dequantises {
   explicit Dequantises(const TBGraph& graph) : graph_(graph) {
     find_places();
     if (places_.empty()) return;
-    TBGraph made;
-    for (const Buffer& b : graph.buffers()) made.add_buffer(b.name, b.kind, b.index, b.bytes);
+    TBGraph made = with_buffers_of(graph);
     for (const auto& [place, bytes] : bytes_)
       buffers_[place] = made.add_buffer("matrix." + std::to_string(place.set) + "." + std::to_string(place.index),
                                         BufferKind::kWorkspace, -1, bytes);
@@ -79,10 +78,7 @@ class Dequantises {
 
   void add(TBGraph& made, const Node& node) const {
     const auto place = places_.find(node.id);
-    if (place == places_.end()) {
-      made.add_node(node.def->name, node.operands, node.attrs, node.program, node.label);
-      return;
-    }
+    if (place == places_.end()) return copy_node(made, node);
     const WeightFormat format = WeightFormat::of(node);
     const Tensor& x = node.operand("x").tensor;
     const Tensor matrix{buffers_.at(place->second), x.dtype, {format.rows, format.columns}, {format.columns, 1}};
@@ -94,7 +90,7 @@ class Dequantises {
     attrs.erase("x_columns");
     attrs["columns"] = format.columns;
     attrs["dtype"] = std::string(info(x.dtype).name);
-    made.add_node("dequantise", operands, attrs, std::nullopt, node.label.empty() ? "" : node.label + ".weight");
+    made.add_node("dequantise", operands, attrs, std::nullopt, label_of_part(node, "weight"));
 
     operands = {node.operand("x"), {"weight", matrix, true, false}};
     if (const Operand* bias = node.find("bias")) operands.push_back(*bias);

@@ -7,6 +7,7 @@
 #include "../../codegen/text.h"
 #include "../../schedule/rewrite.h"
 #include "blocks.h"
+#include "quantise_rows.h"
 #include "tiles.h"
 
 namespace mpk {
@@ -45,12 +46,12 @@ class QuantisesRows {
   explicit QuantisesRows(const TBGraph& graph) : graph_(graph) {
     const bool has_some = std::ranges::any_of(graph.nodes(), [](const Node& node) {
       const Operand* x = node.find("x");  // also of a linear that another launch would not take
-      return x != nullptr && x->tensor.shape[0] >= kFewestRows;
+      return x != nullptr && !x->tensor.shape.empty() && x->tensor.shape[0] >= kFewestRows;
     });
     if (!has_some) return;
-    for (const Buffer& b : graph.buffers()) result_.add_buffer(b.name, b.kind, b.index, b.bytes);
+    result_ = with_buffers_of(graph);
     for (const Node& node : graph.nodes()) {
-      takes(node) ? add_e4m3(node) : copy(node);
+      takes(node) ? add_e4m3(node) : copy_node(result_, node);
       for (const Operand& operand : node.operands)
         if (operand.is_write) std::erase_if(made_, [&](const Quantised& q) { return q.reads(operand.tensor.buffer); });
     }
@@ -69,8 +70,6 @@ class QuantisesRows {
            is_reduced_float(x.dtype) && x.strides[1] == 1 && x.numel() > 0 && y.dtype == x.dtype &&
            (bias == nullptr || bias->tensor.dtype == x.dtype) && can_load_boxes(graph_, node.operand("weight").tensor);
   }
-
-  void copy(const Node& n) { result_.add_node(n.def->name, n.operands, n.attrs, n.program, n.label); }
 
   void add_e4m3(const Node& node) {
     is_changed_ = true;
@@ -94,27 +93,13 @@ class QuantisesRows {
              (!q.scale || same_view(*other.scale, *q.scale));
     };
     if (const auto found = std::ranges::find_if(made_, is_same); found != made_.end()) return *found;
-    const int64_t rows = q.x.shape[0], columns = q.x.shape[1], blocks = columns / q.columns;
-    q.numbers = add_tensor(node, "e4m3", DType::kE4M3, rows, columns);
-    q.scales = add_tensor(node, "scales", DType::kF32, rows, blocks);
-    const auto in_blocks = [&](Tensor t) {
-      t.shape = {rows, blocks, q.columns}, t.strides = {t.strides[0], q.columns, 1};
-      return t;
-    };
-    std::vector<Operand> operands = {{"x", in_blocks(q.x), true, false}};
-    if (q.scale) operands.push_back({"scale", *q.scale, true, false});
-    operands.push_back({"numbers", in_blocks(q.numbers), false, true});
-    operands.push_back({"scales", q.scales, false, true});
-    result_.add_node("quantise_rows", operands, {}, std::nullopt, node.label.empty() ? "" : node.label + ".x");
+    const int64_t rows = q.x.shape[0], columns = q.x.shape[1];
+    const std::string& x = graph_.buffers()[q.x.buffer].name;
+    q.numbers = add_matrix(result_, x + ".e4m3", DType::kE4M3, rows, columns);
+    q.scales = add_matrix(result_, x + ".scales", DType::kF32, rows, columns / q.columns);
+    add_quantise_rows(result_, q.x, q.scale, q.numbers, q.scales, q.columns, label_of_part(node, "x"));
     made_.push_back(q);
     return q;
-  }
-
-  Tensor add_tensor(const Node& node, const std::string& what, DType dtype, int64_t rows, int64_t columns) {
-    const std::string& x = graph_.buffers()[node.operand("x").tensor.buffer].name;
-    const int buffer =
-        result_.add_buffer(x + "." + what, BufferKind::kWorkspace, -1, rows * columns * size_bytes(dtype));
-    return {buffer, dtype, {rows, columns}, {columns, 1}};
   }
 
   const TBGraph& graph_;

@@ -49,7 +49,7 @@ MPK_DEVICE uint32_t e4m3_bits(float v) {
   if (magnitude < 0x1p-6f) return sign | static_cast<uint32_t>(magnitude * 0x1p9f);
   return sign | ((__float_as_uint(magnitude) >> 20) - (120 << 3));
 }
-// Those of two floats, of the first in the lower byte.
+// The bits of two floats, the first's in the lower byte.
 MPK_DEVICE uint16_t e4m3_pair(float low, float high) {
   if constexpr (arch::kConvertsE4M3) {
     return ptx::e4m3_of(low, high);

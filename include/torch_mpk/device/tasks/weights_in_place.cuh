@@ -1,4 +1,4 @@
-// What a variant declares of weights that it reads where they are.
+// Weights that kernels read where they are: a variant's declarations, and a row of such weights.
 #pragma once
 
 #include "torch_mpk/device/tasks/quantized_format.cuh"
@@ -12,7 +12,7 @@ concept HasWeightsInPlace = requires(const Job& job, int i) {
   // Columns that stand side by side, and bytes to those behind them.
   requires Constants<int, V::kWordColumns>;
   { V::word_pitch(i) } -> Same<int64_t>;
-  // Of each column, the one of so many groups that it belongs to.
+  // The group of each column, of so many groups.
   requires !V::kHasGroups || requires {
     requires Constants<int, V::kGroups>;
     { V::column_groups(job, i) } -> Same<const int32_t*>;
@@ -59,7 +59,8 @@ struct RowInPlace {
     }
   }
   MPK_DEVICE float number(int k) const { return number_in(*at(k), k); }
-  // What belongs to column k: that of its group, which is any number. NaN if there is none of that number.
+  // The scale and zero point of column k, or of its group. A group's number is unchecked: NaN if there is no such
+  // group.
   MPK_DEVICE BlockScale<V> block_of(int k) const {
     if constexpr (V::kHasGroups) {
       const uint32_t group = V::column_groups(job, which)[k];
