@@ -19,6 +19,7 @@ from torch_mpk.generate import rewind
 from torch_mpk.profile import kernel_times, record
 from torch_mpk.testing.decode import bytes_read, chosen_experts, prefill
 from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.quantized import quantize_linears
 
 
 @torch.inference_mode()
@@ -26,6 +27,8 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     config = CONFIGS[name]()
     config.num_hidden_layers = args.layers or config.num_hidden_layers
     model = random_model(config, "cuda")
+    if args.weights != "bf16":
+        quantize_linears(model, args.weights)
     tokens = torch.randint(config.vocab_size, (args.batch, args.position), device="cuda")
     cache, _ = prefill(model, tokens, args.cache)
     token = tokens[:, :1].contiguous()
@@ -44,7 +47,8 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     rewind(cache, args.position)
     chosen = chosen_experts(model, lambda: model(input_ids=token, past_key_values=cache))
     share = bytes_read(model, cache, args.position, chosen) / ceiling / plain_ms / 1e9
-    print(f"\n{name}, {config.num_hidden_layers} layers, position {args.position}, batch {args.batch}:", end=" ")
+    print(f"\n{name}, {args.weights}, {config.num_hidden_layers} layers, position {args.position}", end=", ")
+    print(f"batch {args.batch}:", end=" ")
     print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
 
     clock, times = clock_of({"profile": True}), []
@@ -61,6 +65,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b"])
     parser.add_argument("--layers", type=int, help="build only so many")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--weights", choices=["bf16", "fp8", "int8", "int4"], default="bf16")
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--cache", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
