@@ -14,19 +14,21 @@ concept DequantiseVariant = QuantizedSizes<V> && HasScales<V> && HasWeightsInPla
   { V::matrix(job) } -> Same<typename V::T*>;
 };
 
-// Eight columns of a row, whose numbers are one access.
+// Eight columns of a row, whose numbers are one access. What belongs to them is converted where it is stored: units are
+// loaded together.
 template <class V>
 struct WideUnit {
   static constexpr uint32_t kColumns = 8, kCount = V::kRows * (V::kSize / kColumns);
   // Where words of a row are apart, those of the next row are beside them.
   static constexpr bool kIsApart = V::kWordColumns < V::kSize;
+  static constexpr bool kHasOwnScale = !V::kHasGroups && !V::kNestedScales;  // one that is loaded beside the numbers
   uint32_t row, column;
   uint32_t words[V::kWeightBits == 8 ? 2 : 1];
-  BlockScale<V> block;
+  GivenScale<V> given;
 
-  MPK_DEVICE WideUnit(const Job& job, uint32_t i)
-      : row(kIsApart ? i % V::kRows : i / (V::kSize / kColumns)),
-        column((kIsApart ? i / V::kRows : i % (V::kSize / kColumns)) * kColumns) {
+  MPK_DEVICE void load(const Job& job, uint32_t i) {
+    row = kIsApart ? i % V::kRows : i / (V::kSize / kColumns);
+    column = (kIsApart ? i / V::kRows : i % (V::kSize / kColumns)) * kColumns;
     const uint8_t* from = RowInPlace<V>(job, 0, row).at(column);
     if constexpr (V::kWeightBits == 8) {
       const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
@@ -34,11 +36,16 @@ struct WideUnit {
     } else {
       words[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
     }
-    if constexpr (!V::kHasGroups) block = load_block_scale<V>(job, 0, row, column / V::kScaleColumns);
+    if constexpr (kHasOwnScale) given = load_given_scale<V>(job, 0, row, column / V::kScaleColumns);
   }
   MPK_DEVICE void store(const Job& job) const {
     using T = typename V::T;
     const RowInPlace<V> in_place(job, 0, row);
+    BlockScale<V> block;
+    if constexpr (kHasOwnScale)
+      block = block_scale<V>(to_float(given.scale), given, 0, row);
+    else if constexpr (!V::kHasGroups)
+      block = in_place.block_of(column);
     Vec<T, kColumns> elements;
 #pragma unroll
     for (int e = 0; e < static_cast<int>(kColumns); e++) {
@@ -57,7 +64,7 @@ struct NarrowUnit {
   static constexpr uint32_t kCount = V::kRows / V::kWordRows * V::kSize;
   uint32_t line, column;
 
-  MPK_DEVICE NarrowUnit(const Job&, uint32_t i) : line(i / V::kSize), column(i % V::kSize) {}
+  MPK_DEVICE void load(const Job&, uint32_t i) { line = i / V::kSize, column = i % V::kSize; }
   MPK_DEVICE void store(const Job& job) const {
 #pragma unroll
     for (uint32_t r = 0; r < V::kWordRows; r++) {
@@ -74,10 +81,11 @@ MPK_DEVICE void compute_dequantised(C& c, const Job& job) {
   static_assert(DequantiseVariant<V, C>);
   if (!c.await()) return;
   using Unit = typename Choose<V::kIsWide, WideUnit<V>, NarrowUnit<V>>::Type;
-  constexpr uint32_t kStep = C::Config::kNumWorkers * kConsumerThreads, kTogether = 4;
+  constexpr uint32_t kStep = C::Config::kNumWorkers * kConsumerThreads, kTogether = V::kIsWide ? 8 : 4;
   for (uint32_t first = c.worker(job) * kConsumerThreads + c.rank; first < Unit::kCount; first += kTogether * kStep) {
-    const auto unit = [&](uint32_t u) { return Unit(job, min(first + u * kStep, Unit::kCount - 1)); };
-    const Unit units[kTogether] = {unit(0), unit(1), unit(2), unit(3)};
+    Unit units[kTogether];
+#pragma unroll
+    for (uint32_t u = 0; u < kTogether; u++) units[u].load(job, min(first + u * kStep, Unit::kCount - 1));
 #pragma unroll
     for (uint32_t u = 0; u < kTogether; u++)
       if (first + u * kStep < Unit::kCount) units[u].store(job);

@@ -100,23 +100,45 @@ MPK_DEVICE float load_scale(const Job& job, int which, uint32_t row, uint32_t co
     return to_float(scale);
   }
 }
+// A block's scale and zero point as they are given: loaded long before they are needed, they are converted only then.
+template <class V, int zero = V::kZero>
+struct GivenScale {
+  typename V::Scale scale;
+  typename V::Zero zero_point;
+};
 template <class V>
-MPK_DEVICE BlockScale<V> load_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
-  using Block = BlockScale<V>;
+struct GivenScale<V, kNoZero> {
+  typename V::Scale scale;
+};
+template <class V>
+MPK_DEVICE GivenScale<V> load_given_scale(const Job& job, int which, uint32_t n, uint32_t column) {
   const uint32_t row = n / V::scale_rows(which);
+  GivenScale<V> given;
+  given.scale = *place_of_scale<V>(job, which, row, column);
+  if constexpr (V::kZero != kNoZero) given.zero_point = *place_of_zero<V>(job, which, row, column);
+  return given;
+}
+
+// Of row n, with scale `scale`.
+template <class V>
+MPK_DEVICE BlockScale<V> block_scale(float scale, const GivenScale<V>& given, int which, uint32_t n) {
+  using Block = BlockScale<V>;
   Block block;
-  block.scale = cast<typename Block::Scale>(load_scale<V>(job, which, row, column));
-  if constexpr (V::kZero != kNoZero) {
-    const auto zero = *place_of_zero<V>(job, which, row, column);
-    if constexpr (V::kZero == kAddedZero) {
-      block.zero_point = cast<typename Block::Zero>(to_float(zero));
-    } else {
-      const int point =
-          V::kZero == kPackedPoints ? static_cast<int>(zero >> place_in_word<V>(row) * 4 & 15) : static_cast<int>(zero);
-      block.zero_point = cast<typename Block::Zero>(static_cast<float>(point - (V::kHasMiddle ? 8 : 0)));
-    }
+  block.scale = cast<typename Block::Scale>(scale);
+  if constexpr (V::kZero == kAddedZero) {
+    block.zero_point = cast<typename Block::Zero>(to_float(given.zero_point));
+  } else if constexpr (V::kZero != kNoZero) {
+    const uint32_t shift = V::kZero == kPackedPoints ? place_in_word<V>(n / V::scale_rows(which)) * 4 : 0;
+    const int point = V::kZero == kPackedPoints ? static_cast<int>(given.zero_point >> shift & 15)
+                                                : static_cast<int>(given.zero_point);
+    block.zero_point = cast<typename Block::Zero>(static_cast<float>(point - (V::kHasMiddle ? 8 : 0)));
   }
   return block;
+}
+template <class V>
+MPK_DEVICE BlockScale<V> load_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
+  const float scale = load_scale<V>(job, which, n / V::scale_rows(which), column);
+  return block_scale<V>(scale, load_given_scale<V>(job, which, n, column), which, n);
 }
 
 // The number of column k, which is in `byte`.
