@@ -2,16 +2,11 @@
 // become float16 in registers. x stands in shared memory as float16, too: the e4m3 numbers that it is quantised to, or
 // its own numbers over a power of two. Both factors are exact, so sums of a group of columns, in fp32, are those of the
 // format, and take the scales of these columns. A zero point is added to them times the sum of these columns of x.
-//
-// A lane loads four neighbouring bytes of a row of weights. If they are four weights, it multiplies them as the
-// elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16 columns. So x has its columns in that order: of each 16, words 0, 2,
-// 4, 6, 1, 3, 5, 7. Eight weights are four pairs of neighbours at a distance of four, since the low and the high half
-// of a register are converted together. They are elements 2 t and 2 t + 1, 2 t + 8 and 2 t + 9, of two products. So x
-// has, of each 32 columns, first those that are 0 and 4, of all eights, then 1 and 5, 2 and 6, 3 and 7.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_rows.cuh"
-#include "torch_mpk/device/tasks/quantized_format.cuh"
+#include "torch_mpk/device/tasks/quantized_weights.cuh"
+#include "torch_mpk/device/tasks/quantized_x.cuh"
 
 namespace mpk::linear {
 
@@ -20,20 +15,12 @@ concept QuantizedRowsVariant = RowsVariant<V, C> && QuantizedSizes<V> && HasScal
                                Constants<int, V::kWorkerTiles>;  // the most tiles of a worker
 
 template <class V>
-struct QuantizedShape {
+struct QuantizedShape : XSteps<V> {
   using S = RowsShape<V>;
-  static constexpr int kStep = 128;  // columns of x that have a factor
-  // Columns whose sums are scaled together; columns of 128 bytes of a box's row.
-  static constexpr int kGroup = V::kScaleColumns > 0 && V::kScaleColumns < kStep ? V::kScaleColumns : kStep;
-  static constexpr int kLine = 128 * 8 / V::kWeightBits;
+  using XSteps<V>::kStep, XSteps<V>::kGroup, XSteps<V>::kFactorRows, XSteps<V>::kStepFloats, XSteps<V>::kScalesRowsOfX;
+  static constexpr int kLine = 128 * 8 / V::kWeightBits;  // columns of 128 bytes of a box's row
   static_assert(V::kSize % kLine == 0 && V::kChunkSize % kLine == 0 && V::kSplit == 1 && !V::kByWarpgroups);
-  static_assert(kGroup % 32 == 0 && V::kScaleColumns % kGroup == 0);
-  static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep || V::kXScaleColumns == V::kSize);
   static constexpr int kSteps = V::kSize / kStep, kChunkSteps = V::kChunkSize / kStep;
-  static constexpr bool kScalesRowsOfX = V::kGivenXScale || V::kXScaleColumns > kStep;
-  static constexpr int kFactorRows = 8 * S::kColumns;  // of x, as many as are multiplied
-  // Of a step stand side by side the factors of all rows, and where there are zero points the sums of each group.
-  static constexpr int kStepFloats = kFactorRows * (V::kZero != kNoZero ? 1 + kStep / kGroup : 1);
   // Behind rows and sums stand these steps, all or those of each stage; scales of rows, if x comes in stages; and
   // scales of weights, [box of the worker][of its row][row, if each has its own].
   static constexpr int kFactorSteps = V::kStaged ? kSteps : S::kStagesHeld * kChunkSteps;
@@ -60,182 +47,6 @@ struct QuantizedShape {
       V::kScalesByRow ? 0 : (V::kSize + V::kScaleColumns - 1) / V::kScaleColumns * kScaleRows;
   static constexpr int kStagedBytes = kScalesOffset + V::kWorkerTiles * V::kParts * kScalesOfBox * scale_bytes();
 };
-
-// Eight weights of 4 bits as four pairs of float16: of columns 0 and 4, 1 and 5, 2 and 6, 3 and 7.
-template <class V>
-MPK_DEVICE void to_halves(uint32_t word, uint32_t (&pairs)[4]) {
-  const uint32_t codes = V::kHasMiddle ? word : word ^ 0x88888888;
-  // They are the last bits of numbers from 1024 on, or those before, which makes them 16 times as large.
-  const __half2 low = __float2half2_rn(-1032), high = __float2half2_rn(-72), sixteenth = __float2half2_rn(0.0625f);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint32_t bits = (codes >> i / 2 * 8 & (i % 2 == 0 ? 0x000f000fu : 0x00f000f0u)) | 0x64006400u;
-    const __half2 number = reinterpret_cast<const __half2&>(bits);
-    const __half2 pair = i % 2 == 0 ? __hadd2_rn(number, low) : ptx::fma_halves(number, sixteenth, high);
-    pairs[i] = reinterpret_cast<const uint32_t&>(pair);
-  }
-}
-
-// Four weights of 8 bits as two pairs of float16.
-template <class V>
-MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
-  if constexpr (V::kIsE4M3) {
-    first = ptx::halves_of_e4m3(static_cast<uint16_t>(word));
-    second = ptx::halves_of_e4m3(static_cast<uint16_t>(word >> 16));
-  } else {
-    // Adding 128 makes them the low bits of numbers from 1024 on.
-    const uint32_t bytes = word ^ 0x80808080;
-    const __half2 offset = __float2half2_rn(1152);
-    const auto half = [&](uint32_t which) {
-      const uint32_t bits = ptx::choose_bytes(bytes, 0x64646464, which);
-      const __half2 value = __hsub2_rn(reinterpret_cast<const __half2&>(bits), offset);
-      return reinterpret_cast<const uint32_t&>(value);
-    };
-    first = half(0x4140);
-    second = half(0x4342);
-  }
-}
-
-// Converts two floats to float16, rounded to e4m3 if x is quantised.
-template <class V>
-MPK_DEVICE uint32_t x_pair(float low, float high) {
-  if constexpr (V::kXScaleColumns > 0) {
-    return ptx::halves_of_e4m3(e4m3_pair(low, high));
-  } else {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-}
-
-// The divisor of 128 columns, or of a row. Where x is not quantised, a power of two that brings the largest magnitude
-// below 2^15.
-struct XScale {
-  float scale, inverse;
-
-  template <class V>
-  MPK_DEVICE float divide(float v) const {
-    return V::kXScaleColumns > 0 ? divide_rounded<V::kGivenXScale>(v, scale, inverse) : v * inverse;
-  }
-};
-template <class V>
-MPK_DEVICE XScale x_scale_of(float most) {
-  if constexpr (V::kXScaleColumns > 0) {
-    const float scale = e4m3_scale(most);
-    return {scale, 1 / scale};
-  } else {
-    const uint32_t exponent = max(__float_as_uint(most) >> 23, 20u);
-    return {__uint_as_float((exponent - 14) << 23), __uint_as_float((268 - exponent) << 23)};
-  }
-}
-
-// A step of a row, and the place of its factor.
-struct XStep {
-  uint8_t* at;
-  float* factor;
-};
-
-// Eight columns of x, a access, as float16 in the order that they stand in.
-template <class V>
-MPK_DEVICE void convert_access(const XScale& scale, const float (&v)[8], uint32_t (&words)[4]) {
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const int low = V::kWeightBits == 4 ? e : 2 * e, high = V::kWeightBits == 4 ? e + 4 : 2 * e + 1;
-    words[e] = x_pair<V>(scale.template divide<V>(v[low]), scale.template divide<V>(v[high]));
-  }
-}
-template <class V>
-MPK_DEVICE void store_access(uint8_t* step, int access, const uint32_t (&words)[4]) {
-  if constexpr (V::kWeightBits == 4) {
-    uint8_t* to = step + access / 4 * 64 + access % 4 * 4;  // of 32 columns
-#pragma unroll
-    for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(to + 16 * e) = words[e];
-  } else {
-    uint8_t* to = step + access / 2 * 32 + access % 2 * 8;  // of 16 columns, of which the access is one half
-    *reinterpret_cast<uint2*>(to) = {words[0], words[2]};
-    *reinterpret_cast<uint2*>(to + 16) = {words[1], words[3]};
-  }
-}
-// The sum of some accesses, as many neighbouring lanes have.
-template <int accesses>
-MPK_DEVICE float sum_accesses(const uint32_t (&words)[4]) {
-  float sum = 0;
-#pragma unroll
-  for (uint32_t word : words) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
-    sum += pair.x + pair.y;
-  }
-#pragma unroll
-  for (int o = accesses / 2; o > 0; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
-  return sum;
-}
-
-// Steps of x become float16 where they stand, half a warp's each: those from number `first` on, 2 kAtOnce of every
-// `stride`, of `count`. They are converted together, since each waits for shared memory and for its half of the warp.
-template <class V, int kAtOnce, class Step, class Scale>
-MPK_DEVICE void convert_steps(int first, int count, int stride, int lane, Step step_of, Scale scale_of) {
-  const int half = lane / 16, access = lane % 16;
-  constexpr int kAccesses = QuantizedShape<V>::kGroup / 8;  // of a group
-#pragma unroll 1
-  for (; first < count; first += stride) {
-    float v[kAtOnce][8], sums[kAtOnce];
-    uint32_t words[kAtOnce][4];
-    XScale scales[kAtOnce];
-    XStep steps[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const int number = min(first + 2 * i + half, count - 1);
-      steps[i] = step_of(number);
-      unpack<typename V::T>(*reinterpret_cast<const uint4*>(steps[i].at + access * 16), v[i]);
-      scales[i] = scale_of(number, v[i]);
-      convert_access<V>(scales[i], v[i], words[i]);
-      if constexpr (V::kZero != kNoZero) sums[i] = sum_accesses<kAccesses>(words[i]);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      if (first + 2 * i + half >= count) continue;
-      store_access<V>(steps[i].at, access, words[i]);
-      if (access == 0) *steps[i].factor = scales[i].scale;
-      if constexpr (V::kZero != kNoZero)
-        if (access % kAccesses == 0)
-          steps[i].factor[(1 + access / kAccesses) * QuantizedShape<V>::kFactorRows] = sums[i];
-    }
-  }
-}
-
-MPK_DEVICE float largest(const float (&v)[8]) {
-  float most = 0;
-#pragma unroll
-  for (float each : v) most = fmaxf(most, fabsf(each));
-  return most;
-}
-
-// Finds the scale of a step from its own elements, by half a warp.
-template <class V>
-MPK_DEVICE XScale scale_of_step(const float (&v)[8]) {
-  float most = largest(v);
-#pragma unroll
-  for (int o = 8; o > 0; o /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-  return x_scale_of<V>(most);
-}
-
-// Finds the scale of a whole row, by a warp.
-template <class V>
-MPK_DEVICE XScale scale_of_row(const Job& job, const uint8_t* row, int lane) {
-  if constexpr (V::kGivenXScale) {
-    const float scale = V::x_scale(job);
-    return {scale, 1 / scale};
-  } else {
-    float most = 0;
-#pragma unroll 4
-    for (int i = lane; i < V::kSize / 8; i += 32) {
-      float v[8];
-      unpack<typename V::T>(reinterpret_cast<const uint4*>(row)[i], v);
-      most = fmaxf(most, largest(v));
-    }
-    return x_scale_of<V>(warp_max(most));
-  }
-}
 
 // Converts an x that is staged as a whole.
 template <class V, class C>
@@ -387,44 +198,6 @@ struct BoxScales<V, false> {
   MPK_DEVICE void store(const Job&, Span, int, uint8_t*) const {}
   MPK_DEVICE static void find(float (&scale)[2], float (&offset)[2], const uint8_t*, uint32_t, int, int) {
     scale[0] = scale[1] = 1, offset[0] = offset[1] = 0;
-  }
-};
-
-// Weights of some blocks, 32 columns at a time.
-template <class V, int count>
-struct BlockWeights {
-  static constexpr bool kIsPacked = V::kWeightBits == 4;
-  ptx::SharedAddress lines[count];  // where a lane's part of 128 bytes of each row begins
-  ptx::Quad bytes[count];           // 32 bytes of it
-
-  MPK_DEVICE BlockWeights(const uint8_t* const (&upper)[count], const uint8_t* const (&lower)[count], int lane) {
-    const uint32_t row = lane % 8, matrix = lane / 8;
-#pragma unroll
-    for (int j = 0; j < count; j++)
-      lines[j] = ptx::smem_addr(matrix % 2 == 0 ? upper[j] : lower[j]) + row * 128 + (matrix / 2 ^ row) * 16;
-  }
-  // The 32 columns with number `i` of a step, which is even or odd: first factors of two products.
-  MPK_DEVICE void load(int i, int is_odd, int j, ptx::Quad (&halves)[2]) {
-    if constexpr (kIsPacked) {
-      if (!is_odd) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (i / 2));
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        uint32_t pairs[4];
-        to_halves<V>(bytes[j].v[is_odd * 2 + m], pairs);
-#pragma unroll
-        for (int p = 0; p < 4; p++) halves[p / 2].v[m + p % 2 * 2] = pairs[p];
-      }
-    } else {
-      const ptx::Quad own = ptx::load_matrices(lines[j] ^ 32 * i);
-#pragma unroll
-      for (int m = 0; m < 4; m++) to_halves<V>(own.v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
-    }
-  }
-  // To the step behind number `step` of a chunk, of which a line has one or two.
-  MPK_DEVICE void advance(int step) {
-#pragma unroll
-    for (int j = 0; j < count; j++)
-      lines[j] = kIsPacked ? (lines[j] ^ 64) + step % 2 * (V::kBoxRows * 128) : lines[j] + V::kBoxRows * 128;
   }
 };
 
