@@ -55,9 +55,9 @@ def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, stor
     return Call(quantized_linear, operands, quantized_linear.bind_attrs(attrs))
 
 
-def check(calls: list[Call], arch: int, kernels: set[str]) -> None:
+def check(calls: list[Call], arch: int, kernels: set[str], workers: int = 3) -> None:
     made = Calls(calls)
-    kernel = emulate(made.lowered.graph, arch=arch)
+    kernel = emulate(made.lowered.graph, arch=arch, workers=workers)
     assert {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs} == kernels
     for order in get_args(Order):
         made.check_graph(functools.partial(launch, kernel, order))
@@ -77,7 +77,37 @@ def test_boxes_of_every_format() -> None:
             call(4, 32, 256, x_scale=0.02, block_rows=0, block_columns=0),
         ],
         90,
-        {"quantized_linear.rows"},
+        {"quantized_linear.rows", "quantized_linear.columns"},
+    )
+
+
+def test_lines_of_every_format() -> None:
+    """Boxes of several and of half a block, several to a pass and to a worker; an x that is copied line by line."""
+    lines = {"quantized_linear.columns"}
+    check(
+        [
+            call(1, 64, 4096, **FP8),
+            call(2, 200, 1664, bias=True, **FP8),
+            call(4, 320, 2560, x_scale=0.02, block_rows=0, block_columns=0),
+            call(5, 480, 3840, x_columns=-1, **ROWS),
+        ],
+        90,
+        lines,
+        workers=4,
+    )
+    check(
+        [
+            call(3, 480, 2560, storage=torch.int8, bias=True, **ROWS),
+            call(5, 480, 2560, storage=torch.int8, packed=1, zero=torch.int8, block_rows=1, block_columns=128),
+            call(8, 200, 4096, storage=torch.uint8, zero=torch.uint8, bias=True, **GROUPS),
+            call(3, 1240, 3072, storage=torch.int8, scale=torch.bfloat16, zero=torch.bfloat16, **GROUPS),
+            call(
+                7, 100, 4096, storage=torch.int32, dtype=torch.float16, **(GROUPS | {"packed": 8, "block_columns": 0})
+            ),
+        ],
+        90,
+        lines,
+        workers=4,
     )
 
 
@@ -103,7 +133,7 @@ def test_boxes_of_4_bits() -> None:
             call(5, 48, 256, storage=torch.int8, packed=1, zero=torch.int8, block_rows=1, block_columns=64),
         ],
         90,
-        {"quantized_linear.rows"},
+        {"quantized_linear.rows", "quantized_linear.columns"},
     )
 
 
@@ -117,7 +147,7 @@ def test_x_in_stages() -> None:
             call(14, 24, 4096, x_columns=-1, storage=torch.int8, **ROWS),
         ],
         90,
-        {"quantized_linear.rows"},
+        {"quantized_linear.rows", "quantized_linear.columns"},
     )
 
 
@@ -198,9 +228,10 @@ def test_numbers_that_are_none() -> None:
     given = call(2, 32, 256, x_scale=0.02, block_rows=0, block_columns=0)
     assert given.operands[0] is not None
     given.operands[0][1, 2] = torch.inf  # becomes 448
-    check([given], 90, {"quantized_linear.rows"})
+    check([given], 90, {"quantized_linear.columns"})
     calls = [special(call(4, 24, 256, **attrs)) for attrs in (FP8, ROWS, ROWS | {"x_columns": -1})]
-    check([*calls, special(call(4, 24, 100, **FP8))], 90, {"quantized_linear.rows", "quantized_linear.direct"})
+    kernels = {f"quantized_linear.{kernel}" for kernel in ("rows", "columns", "direct")}
+    check([*calls, special(call(20, 24, 256, **ROWS)), special(call(4, 24, 100, **FP8))], 90, kernels)
 
 
 PROMPTS: list[dict[str, Any]] = [
@@ -282,6 +313,15 @@ def test_a_decoder_and_what_fuses_with_its_linears(weights: str, batch: int) -> 
     assert [len(job.body) for job in jobs] == [3, 1, 2, 1]
     assert all(job.prologue or job.epilogue for job in jobs)
     check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_an_x_that_warps_copy_line_by_line(weights: str) -> None:
+    sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 4096, "length": 40, "layers": 1}
+    kernel = emulate(decoder(batch=8, weights=weights, **sizes), workers=8)
+    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs]
+    assert [cut.input for cut in cuts if cut.kernel == "quantized_linear.columns"].count("in place") == 1
+    check_decoder(kernel, [40 - i for i in range(8)], 39, 4e-2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 // Linears with quantised weights and up to 64 rows of x. `rows` copies weights as boxes, converts them in registers,
 // and multiplies on tensor cores (quantized_rows.cuh), even with one row of x, where vector units would take longer to
 // convert than memory to load. `direct` reads other weights in place.
+#include "quantized.h"
+
 #include <array>
 
 #include "../../codegen/checks.h"
@@ -12,20 +14,10 @@
 #include "format_members.h"
 #include "linears.h"
 #include "torch_mpk/abi/table.h"
-#include "torch_mpk/graph/weight_format.h"
-#include "writer.h"
 
 namespace mpk {
-namespace {
 
-constexpr int64_t kMostRows = 64, kMostRowsDirect = 16;  // of x
-constexpr int64_t kBlockRows = 16;                       // of weights, that a warp multiplies at a time
-constexpr int64_t kStepColumns = 128;                    // of x, that have a factor
-constexpr int64_t kFewColumns = 256;                     // of a chunk, which is not made narrower
-constexpr int64_t kLineBytes = 128;                      // of a row of weights, that a box has side by side
-constexpr int64_t kMostWhole = 100 * 1024;  // bytes of x that is staged whole although it could be otherwise
-
-std::optional<std::string> refuses_operands(const Node& node) {
+std::optional<std::string> refuses_quantized(const Node& node) {
   const Operand& x = node.operand("x");
   if (auto why = refuses_row_dtype(x)) return why;
   if (auto why = refuses_dtype(node.operands.back(), x.tensor.dtype)) return why;
@@ -35,7 +27,7 @@ std::optional<std::string> refuses_operands(const Node& node) {
   return WeightFormat::refuses(node);
 }
 
-std::optional<std::string> refuses_format(const Schedule& schedule, const Job& job) {
+std::optional<std::string> refuses_quantized(const Schedule& schedule, const Job& job) {
   if (auto refusal = refuses_weights(schedule, job)) return refusal;
   if (schedule.warps.all_read_entries) return kNotTogether;
   if (norm_of(job) >= 0) return "it ends with a norm";
@@ -43,37 +35,36 @@ std::optional<std::string> refuses_format(const Schedule& schedule, const Job& j
   return std::nullopt;
 }
 
-// The common code of both kernels: the places of scales.
-class QuantizedWriter : public codegen::LinearWriter {
- protected:
-  QuantizedWriter(const codegen::JobPlace& place, codegen::JobCode code)
-      : LinearWriter(place, std::move(code)), format_(WeightFormat::of(first_)) {}
+std::string QuantizedWriter::row_factor(const Node& node) {
+  if (!format_.scales_rows()) return "";
+  const Tensor& scale = node.operand("weight_scale").tensor;
+  const int64_t rows = WeightFormat::of(node).block_rows;
+  return "to_float(" + refs_.pointer(node, scale) + "[int64_t(n / " + codegen::str(rows) + "u) * " +
+         codegen::str(scale.strides[0]) + "])";
+}
 
-  // Where each row has one scale, that is a factor of its results; else scales stand beside the weights.
-  std::string row_factor(const Node& node) override {
-    if (!format_.scales_rows()) return "";
-    const Tensor& scale = node.operand("weight_scale").tensor;
-    const int64_t rows = WeightFormat::of(node).block_rows;
-    return "to_float(" + refs_.pointer(node, scale) + "[int64_t(n / " + codegen::str(rows) + "u) * " +
-           codegen::str(scale.strides[0]) + "])";
-  }
+std::string QuantizedWriter::write_places() {
+  using namespace codegen;
+  const Operand* given = first_.find("x_scale");
+  std::string text = format_members(format_) + flag("kScalesByRow", format_.scales_rows()) +
+                     constant("kScaleColumns", format_.scales_rows() ? 0 : format_.block_columns) +
+                     flag("kGivenXScale", given != nullptr) +
+                     returning("float", "x_scale(const Job& job)",
+                               given != nullptr ? refs_.pointer(first_, given->tensor) + "[0]" : "0.0f");
+  if (format_.scales_rows()) return text;
+  text += flag("kRowsHaveScales", format_.block_rows == 1) + write_block_rows(context_, job_) +
+          write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
+  return format_.has_zero() ? text + write_blocks(context_, refs_, job_, "zero", "Zero", "zero") : text;
+}
 
-  std::string write_places() override {
-    using namespace codegen;
-    const Operand* given = first_.find("x_scale");
-    std::string text = format_members(format_) + flag("kScalesByRow", format_.scales_rows()) +
-                       constant("kScaleColumns", format_.scales_rows() ? 0 : format_.block_columns) +
-                       flag("kGivenXScale", given != nullptr) +
-                       returning("float", "x_scale(const Job& job)",
-                                 given != nullptr ? refs_.pointer(first_, given->tensor) + "[0]" : "0.0f");
-    if (format_.scales_rows()) return text;
-    text += flag("kRowsHaveScales", format_.block_rows == 1) + write_block_rows(context_, job_) +
-            write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
-    return format_.has_zero() ? text + write_blocks(context_, refs_, job_, "zero", "Zero", "zero") : text;
-  }
+namespace {
 
-  const WeightFormat format_;
-};
+constexpr int64_t kMostRows = 64, kMostRowsDirect = 16;  // of x
+constexpr int64_t kBlockRows = 16;                       // of weights, that a warp multiplies at a time
+constexpr int64_t kStepColumns = 128;                    // of x, that have a factor
+constexpr int64_t kFewColumns = 256;                     // of a chunk, which is not made narrower
+constexpr int64_t kLineBytes = 128;                      // of a row of weights, that a box has side by side
+constexpr int64_t kMostWhole = 100 * 1024;  // bytes of x that is staged whole although it could be otherwise
 
 // ---- weights in boxes
 
@@ -229,11 +220,11 @@ class Rows : public Kernel {
 
  private:
   std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
-    return refuses_operands(node);
+    return refuses_quantized(node);
   }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (auto refusal = refuses_format(schedule, job)) return refusal;
+    if (auto refusal = refuses_quantized(schedule, job)) return refusal;
     const Linears linears(schedule, job);
     const Tensor& x = Linears::input(schedule, job);
     if (!is_reduced_float(x.dtype)) return "x is " + std::string(info(x.dtype).name) + ", not of 16-bit floats";
@@ -341,11 +332,11 @@ class Direct : public Kernel {
 
  private:
   std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
-    return refuses_operands(node);
+    return refuses_quantized(node);
   }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (auto refusal = refuses_format(schedule, job)) return refusal;
+    if (auto refusal = refuses_quantized(schedule, job)) return refusal;
     const Linears linears(schedule, job);
     if (linears.batch > kMostRowsDirect)
       return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(kMostRowsDirect);

@@ -91,7 +91,7 @@ StreamRow LinearWriter::stream_row() const {
   const TileShape& s = shape_;
   const uint32_t chunks = u32(s.chunks()), entries = u32(s.entries());
   return {{u32(s.tile_rows), u32(s.parts), u32(s.chunk_parts), u32(s.row_bytes), u32(s.chunk_bytes), chunks, entries,
-           inverse(chunks), inverse(entries), u32(s.in_flight), 1},
+           inverse(chunks), inverse(entries), u32(s.in_flight), 1, 0},
           job_.tickets,
           u32(s.run)};
 }

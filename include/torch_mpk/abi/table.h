@@ -58,6 +58,7 @@ struct Stream {
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
   uint32_t in_flight;               // see entries_in_flight
   uint32_t rotates;                 // with boxes: 1 if each worker begins with another chunk, else 0
+  uint32_t by_rows;                 // with boxes: 1 if all chunks of a box follow each other, else 0
 };
 
 struct MatrixRow {
@@ -95,7 +96,7 @@ struct OutputRow {
 
 static_assert(sizeof(PhaseRow) == kAccessBytes && sizeof(JobRow) == kAccessBytes);  // references behind it are aligned
 static_assert(MPK_STANDS_AT(JobRow, bytes, 8) && MPK_STANDS_AT(JobRow, num_matrices, 14));
-static_assert(sizeof(Stream) == 44 && sizeof(Tickets) == 12 && sizeof(StreamRow) == 60 && sizeof(MatrixRow) == 16);
+static_assert(sizeof(Stream) == 48 && sizeof(Tickets) == 12 && sizeof(StreamRow) == 64 && sizeof(MatrixRow) == 16);
 static_assert(alignof(StreamRow) == 4 && alignof(MatrixRow) == 4);  // they stand behind 8-byte words
 static_assert(sizeof(OutputRow) == 24 && MPK_STANDS_AT(OutputRow, nan, 16) && alignof(OutputRow) == 8);
 static_assert(ref_index(make_ref(kPolledIndex, 40)) == kPolledIndex && ref_offset(make_ref(kPolledIndex, 40)) == 40);

@@ -406,6 +406,13 @@ MPK_DEVICE __half2 fma_halves(__half2 a, __half2 b, __half2 c) { return __hfma2(
 // Four bytes of a word and of another, chosen by the nibbles of `which`.
 MPK_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
 
+// (word & mask) ^ flips, as one instruction. The compiler makes it two where both are constants.
+MPK_DEVICE uint32_t mask_and_flip(uint32_t word, uint32_t mask, uint32_t flips) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(word), "r"(mask), "r"(flips));
+  return result;
+}
+
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory; each lane gets two elements of each. Lane 8 i + r
 // gives the address of row r of matrix i, 16 bytes.
 MPK_DEVICE Quad load_matrices(SharedAddress row) {

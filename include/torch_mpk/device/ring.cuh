@@ -243,15 +243,18 @@ struct Box {
 };
 
 // The same with boxes: chunk after chunk of all tiles, part by part, for `s.chunks` chunks of a row from number `begin`
-// on. They start at chunk `first` and wrap around. `maps`: addresses of the matrices' maps.
+// on; or, with s.by_rows, all chunks of a box, then those of the next. They start at chunk `first` and wrap around.
+// `maps`: addresses of the matrices' maps.
 template <int slots, int slot_bytes>
 MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
                                     const MatrixRow* matrices, Span tiles, uint32_t begin, uint32_t first,
                                     uint32_t phase) {
   const uint32_t boxes = (tiles.end - tiles.begin) * s.parts, count = boxes * s.chunks;
   return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
-    const uint32_t at = min(number, count - 1), turn = at / boxes, box = at - turn * boxes, tile = box / s.parts;
-    const uint32_t chunk = begin + chunk_at(turn, first, s.chunks);
+    const uint32_t at = min(number, count - 1), inner = s.by_rows != 0 ? s.chunks : boxes;
+    const uint32_t outer = at / inner, rest = at - outer * inner;
+    const uint32_t box = s.by_rows != 0 ? outer : rest, turn = s.by_rows != 0 ? rest : outer;
+    const uint32_t chunk = begin + chunk_at(turn, first, s.chunks), tile = box / s.parts;
     uint32_t matrix = 0;
 #pragma unroll 1
     while (tiles.begin + tile >= matrices[matrix].end_tile) matrix += s.parts;

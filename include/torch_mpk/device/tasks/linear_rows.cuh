@@ -91,9 +91,9 @@ MPK_DEVICE float finish_result(C& c, const Job& job, const RowsResult<V>& result
   return 0;
 }
 
-// `extra`: operands of the thread's first result.
-template <class V, class C>
-MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const PassSums<V>& sums, const RowSums<V>& row_sums,
+// `sums`: as PassSums. `extra`: operands of the thread's first result.
+template <class V, class C, class Sums>
+MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const Sums& sums, const RowSums<V>& row_sums,
                              typename V::Extra extra) {
   using Result = RowsResult<V>;
   const uint32_t numbers = strips_of<V>(tiles.end - tiles.begin) * Result::kNumbers;

@@ -70,7 +70,7 @@ struct RowsShape {
   using T = typename V::T;
   static constexpr int kColumns = (V::kXRows + 7) / 8;  // fragments of sums in a block
   // One or two for a warp. A warpgroup has all blocks of a box.
-  static constexpr int kBoxesOfBlock = V::kByWarpgroups ? 1 : kWarpRows / V::kBoxRows;
+  static constexpr int kBoxesOfBlock = V::kByWarpgroups || V::kBoxRows > kWarpRows ? 1 : kWarpRows / V::kBoxRows;
   static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
   static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * weight_bits<V>() / 8;
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker

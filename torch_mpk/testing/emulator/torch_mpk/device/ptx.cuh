@@ -253,6 +253,7 @@ inline uint16_t e4m3_of(float low, float high) {
   };
   return static_cast<uint16_t>(nearest(low) | nearest(high) << 8);
 }
+inline uint32_t mask_and_flip(uint32_t word, uint32_t mask, uint32_t flips) { return (word & mask) ^ flips; }
 inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) {
   const uint64_t bytes = a | uint64_t(b) << 32;
   uint32_t chosen = 0;

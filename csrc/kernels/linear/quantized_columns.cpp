@@ -1,0 +1,260 @@
+// Linears with quantised weights and few rows of x, each warp with columns of its own (quantized_columns.cuh).
+#include <algorithm>
+#include <array>
+
+#include "../../codegen/checks.h"
+#include "../../codegen/text.h"
+#include "../../schedule/choices.h"
+#include "../../schedule/kernel.h"
+#include "../fields.h"
+#include "blocks.h"
+#include "linears.h"
+#include "quantized.h"
+#include "torch_mpk/abi/sizes.h"
+
+namespace mpk {
+namespace {
+
+constexpr int64_t kMostRows = 16, kMostRowsOf4Bits = 8;         // of x
+constexpr int64_t kLineBytes = 128;                             // of a row of weights, that a warp takes at a time
+constexpr int64_t kStepColumns = 128;                           // whose sums are scaled together
+constexpr int64_t kMostBoxRows = 48, kMostBoxRowsOf4Bits = 32;  // a lane holds its part of a line in registers
+constexpr int64_t kMostSumBytes = 32 * 1024;                    // of a pass, unless one tile has more
+constexpr int64_t kMostWhole = 48 * 1024;  // bytes of x that is staged whole although it could be otherwise
+
+struct ColumnsFields {
+  int64_t mainloop_tiles = 1;  // tiles of a pass
+  int64_t lanes = 1;           // warps that take lines
+
+  static constexpr std::array<FieldOf<ColumnsFields>, 2> kAll = {{
+      {"mainloop_tiles", "kMainloopTiles", &ColumnsFields::mainloop_tiles},
+      {"lanes", "kLanes", &ColumnsFields::lanes},
+  }};
+};
+
+struct ColumnsCut : TileShape, ColumnsFields {};
+
+// The use of shared memory, see ColumnsShape.
+class Cutter {
+ public:
+  Cutter(const Linears& job, const WeightFormat& format, Input x) : job_(job), format_(format), x_(x) {}
+
+  // A block of sums has one scale for all rows, or one for each.
+  ColumnsCut best() const {
+    const int64_t most_rows = format_.bits() == 4 ? kMostBoxRowsOf4Bits : kMostBoxRows;
+    ColumnsCut best = cut(8);
+    for (int64_t rows = kWarpRows; rows <= most_rows; rows += format_.block_rows == 1 ? 8 : kWarpRows)
+      if (const ColumnsCut c = cut(rows); nanoseconds(c) <= nanoseconds(best)) best = c;
+    const int64_t mine = tiles_of_worker(best), most = std::max<int64_t>(kMostSumBytes / sum_bytes(best), 1);
+    best.mainloop_tiles = divide_up(mine, divide_up(mine, most));
+    return best;
+  }
+
+  // Where x is not staged, it is converted once for each box.
+  bool can_be(const ColumnsCut& c) const { return is_staged() || (c.parts == 1 && tiles_of_worker(c) == 1); }
+
+  int64_t staged_bytes(const ColumnsCut& c) const {
+    const int64_t columns = is_staged() ? job_.size : line_columns(), lines = is_staged() ? 1 : 2 * c.lanes;
+    const int64_t x = round_up(lines * job_.batch * (columns * job_.element + kAccessBytes), kSharedAlignment);
+    const int64_t rows = round_up(job_.batch, 8), step = rows * (format_.has_zero() ? 2 : 1);
+    const int64_t own = format_.has_static_x || format_.x_columns > kStepColumns ? rows : 0;
+    const int64_t factors = (lines * columns / kStepColumns * step + own) * 4;
+    return x + round_up(factors, kSharedAlignment) + c.mainloop_tiles * sum_bytes(c);
+  }
+
+  // The time of the memory, or of the quarter of a multiprocessor whose warps have most lines.
+  double nanoseconds(const ColumnsCut& c) const {
+    const double tiles = double(tiles_of_worker(c) * c.parts), rows = tiles * double(c.tile_rows);
+    const double memory = rows * double(format_.row_bytes()) / job_.arch.costs.memory_bytes_per_ns;
+    const double steps = double(most_lines(c.lanes) * line_columns() / kStepColumns * fragments());
+    const double x = format_.bits() == 4 ? 0 : steps * double(job_.batch) * kRowNs;
+    const double products = steps * tiles * (double(blocks(c)) * kStepNs + kBoxNs) + x;
+    return std::max(memory, products) + std::min(memory, products) / 8;
+  }
+
+ private:
+  // What a warp alone takes for a block of 16 rows and 128 columns, for a box beside that, and to convert as many
+  // columns of a row of x.
+  static constexpr double kStepNs = 90, kBoxNs = 60, kRowNs = 30;
+
+  bool is_staged() const { return x_ == Input::kWhole; }
+  int64_t line_columns() const { return format_.columns_of(kLineBytes); }
+  int64_t lines() const { return format_.row_bytes() / kLineBytes; }
+  int64_t fragments() const { return divide_up(job_.batch, 8); }
+  // Bytes of all warps' sums of a tile.
+  int64_t sum_bytes(const ColumnsCut& c) const {
+    return c.lanes * c.parts * blocks(c) * job_.batch * kSumPitch * int64_t(sizeof(float));
+  }
+  static int64_t blocks(const TileShape& c) { return divide_up(c.tile_rows, kWarpRows); }
+  int64_t tiles_of_worker(const TileShape& c) const { return divide_up(job_.tiles(c.tile_rows), job_.workers); }
+
+  // The lines of the warps that share a quarter of a multiprocessor with most others.
+  int64_t most_lines(int64_t lanes) const {
+    std::array<int64_t, 4> of_quarter{};
+    for (int64_t warp = 0; warp < lanes; warp++) of_quarter[warp % 4] += (lines() - warp + lanes - 1) / lanes;
+    return std::ranges::max(of_quarter);
+  }
+  // Warps that convert x as they go have more to do than tensor cores.
+  int64_t best_lanes() const {
+    int64_t best = std::min(lines(), job_.warps);
+    if (!is_staged()) return best;
+    for (int64_t lanes = best - 1; 2 * lanes > job_.warps; lanes--)
+      if (most_lines(lanes) < most_lines(best)) best = lanes;
+    return best;
+  }
+
+  ColumnsCut cut(int64_t rows) const {
+    ColumnsCut c{{rows, job_.parts, 1, format_.row_bytes(), kLineBytes}, {}};
+    c.is_boxed = true;
+    c.lanes = best_lanes();
+    c.in_flight = std::min<int64_t>(entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes(), kMaxSlots);
+    return c;
+  }
+
+  const Linears& job_;
+  const WeightFormat format_;
+  const Input x_;
+};
+
+class ColumnsWriter : public QuantizedWriter {
+ public:
+  explicit ColumnsWriter(const codegen::JobPlace& place)
+      : QuantizedWriter(place, {"QuantizedColumns",
+                                "linear::compute_quantized_columns",
+                                "",
+                                "linear::ColumnsShape<V>::kStagedBytes",
+                                "",
+                                {"torch_mpk/device/tasks/quantized_columns.cuh"}}),
+        own_(fields_of<ColumnsFields>(job_.cut)) {}
+
+ private:
+  void add_weight(const Node& node, const Tensor& weight) override {
+    refs_.add_map(node, in_words(weight), shape_.tile_rows, shape_.chunk_bytes / 2);
+  }
+
+  StreamRow stream_row() const override {
+    StreamRow row = LinearWriter::stream_row();
+    row.stream.chunk_parts = 0;
+    row.stream.entries = 1;
+    row.stream.by_entries = inverse(1);
+    row.stream.rotates = 0;
+    row.stream.by_rows = 1;
+    row.run = static_cast<uint32_t>(own_.mainloop_tiles);
+    return row;
+  }
+
+  std::string shape_constants() const override {
+    using namespace codegen;
+    return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kEpilogueTiles", own_.mainloop_tiles) +
+           constant("kStageColumns", format_.columns_of(kLineBytes)) + constant("kSplit", 1) +
+           flag("kByWarpgroups", false) + flag("kBoxesOfX", false) + constant("kXRows", batch_) +
+           constant("kWorkerTiles", divide_up(job_.cut.num_tiles, context_.schedule.target.num_workers)) +
+           returning("const void*", "map_of_x(const Job& job)", "nullptr");
+  }
+
+  const char* type_of_x() const override { return job_.cut.is_staged() ? "const uint16_t*" : "const T*"; }
+  void write_behind() override { write_row_sums(); }
+
+  const ColumnsFields own_;
+};
+
+// Whether a line has whole steps, of which each has its scales, of rows of a block or of one.
+bool has_whole_steps(const WeightFormat& f) {
+  const bool are_columns = f.block_columns % kStepColumns == 0 || f.block_columns >= f.columns;
+  const bool are_rows = f.block_rows == 1 || f.block_rows % kWarpRows == 0 || f.block_rows >= f.rows;
+  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.has_nested_scales() &&
+         f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
+         (!f.quantizes_x() || (f.bits() == 8 && (f.x_columns == kStepColumns || f.x_columns >= f.columns)));
+}
+
+class Columns : public Kernel {
+ public:
+  Columns() : Kernel("quantized_linear.columns") {}
+
+ private:
+  std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
+    return refuses_quantized(node);
+  }
+
+  std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
+    if (auto refusal = refuses_quantized(schedule, job)) return refusal;
+    const Linears linears(schedule, job);
+    const Tensor& x = Linears::input(schedule, job);
+    if (!is_reduced_float(x.dtype)) return "x is " + std::string(info(x.dtype).name) + ", not of 16-bit floats";
+    const int64_t most = format_of(schedule, job).bits() == 4 ? kMostRowsOf4Bits : kMostRows;
+    if (linears.batch > most)
+      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(most);
+    if (!linears.arch.has_bulk_copies) return "the chip has no copy engine";
+    if (schedule.warps.slot_bytes % kBoxAlignment != 0) return "slots of the ring are no multiple of a box";
+    if (!has_boxed_weights(schedule, job)) return "a weight's rows are not aligned multiples of 128 bytes";
+    for (int n : job.body)
+      if (!has_whole_steps(WeightFormat::of(schedule.graph.nodes()[n])))
+        return "blocks of scales are not whole blocks of " + std::to_string(kWarpRows) + " x " +
+               std::to_string(kStepColumns);
+    return std::nullopt;
+  }
+
+  // Warps copy lines of an x that the launch has made, unless x is small, or goes through row tasks, or is polled.
+  static Input input_of_x(const Schedule& schedule, const Job& job) {
+    const Tensor& x = Linears::input(schedule, job);
+    const bool is_made = schedule.graph.buffers()[x.buffer].kind == BufferKind::kWorkspace && has_aligned_rows(x);
+    const bool must_be_whole = !job.prologue.empty() || schedule.polled[x.buffer] || !is_made;
+    return must_be_whole || x.numel() * size_bytes(x.dtype) <= kMostWhole ? Input::kWhole : Input::kInPlace;
+  }
+
+  int64_t polled_elements(const Schedule& schedule, const Job& job, const Tensor& made) const override {
+    const Linears linears(schedule, job);
+    const Cutter cutter(linears, format_of(schedule, job), Input::kWhole);
+    const bool fits = cutter.staged_bytes(cutter.best()) <= linears.room_beside_boxes;
+    return fits ? polled_whole(schedule, job, made) : std::numeric_limits<int64_t>::max();
+  }
+
+  std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
+    const Linears linears(schedule, job);
+    const Cutter cutter(linears, format_of(schedule, job), input_of_x(schedule, job));
+    const ColumnsCut best = cutter.best();
+    Cut cut = job.cut;
+    cut.input = input_of_x(schedule, job);
+    cut.staged_bytes = cutter.staged_bytes(best);
+    if (!cutter.can_be(best) || cut.staged_bytes > linears.room_beside_boxes) return {};
+    cut.num_tiles = linears.tiles(best.tile_rows);
+    cut.shape = static_cast<const TileShape&>(best);
+    cut.fields = list_fields<ColumnsFields>(best);
+    cut.cost_ns = cutter.nanoseconds(best);
+    return {cut};
+  }
+
+  void prove(const CutProof& proof) const override {
+    const Cut& cut = proof.cut();
+    proof.require(cut.shape && cut.shape->is_boxed && cut.shape->x_rows == 0, "its weights do not come in boxes");
+    const TileShape& s = *cut.shape;
+    const auto own = fields_of<ColumnsFields>(cut);
+    const WeightFormat format = WeightFormat::of(proof.first());
+    proof.require(s.chunk_parts == 1 && s.readers == 1 && !proof.schedule().warps.all_read_entries,
+                  "a box of " + proof.str(s.tile_rows) + " rows is taken by one warp");
+    const bool is_line = s.chunk_bytes == kLineBytes && s.tile_rows % 8 == 0 && s.tile_rows <= kMostBoxRows;
+    proof.require(is_line && (format.block_rows == 1 || s.tile_rows == 8 || s.tile_rows % kWarpRows == 0),
+                  "a box is not a line of blocks of products");
+    const Linears linears(proof.schedule(), proof.job());
+    proof.require(own.mainloop_tiles > 0, "a pass has no tiles");
+    proof.require(own.lanes > 0 && own.lanes <= linears.warps && own.lanes <= format.row_bytes() / kLineBytes,
+                  "lines are dealt out to warps that there are not");
+    proof.require_plain_end();
+    proof.require_scratch(0);
+    proof.require(has_whole_steps(format), "its scales are not those of whole steps");
+    const Cutter cutter(linears, format, cut.input);
+    proof.require(cutter.can_be(ColumnsCut{s, own}), "it converts x for each of several boxes");
+    const int64_t bytes = cutter.staged_bytes(ColumnsCut{s, own});
+    proof.require(cut.staged_bytes >= bytes,
+                  "it keeps " + proof.str(bytes) + " bytes in " + proof.str(cut.staged_bytes));
+  }
+
+  bool takes_companions() const override { return true; }
+  codegen::JobCode emit(const codegen::JobPlace& place) const override { return ColumnsWriter(place).run(); }
+};
+
+const Columns kColumns{};
+[[maybe_unused]] const bool kRegistered = add_kernel("quantized_linear", kColumns);
+
+}  // namespace
+}  // namespace mpk
