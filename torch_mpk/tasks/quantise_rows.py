@@ -4,7 +4,7 @@ import torch
 
 from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
-from torch_mpk.tasks.quantized_linear import E4M3, LARGEST_E4M3, LEAST_SCALE
+from torch_mpk.tasks.quantized_linear import E4M3, LARGEST_E4M3, e4m3_scales
 
 
 @task(
@@ -27,6 +27,5 @@ def quantise_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
     if scale is not None and scale.dtype != torch.float32:
         raise TaskError(f"quantise_rows: scale is {scale.dtype}, expected torch.float32")
     computed = x.to(torch.float32)
-    scales = (computed.abs().amax(-1) / LARGEST_E4M3).clamp_min(LEAST_SCALE)
-    scales = scales if scale is None else scale.expand_as(scales).contiguous()
+    scales = e4m3_scales(computed).squeeze(-1) if scale is None else scale.expand(x.shape[:-1]).contiguous()
     return (computed / scales[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3), scales

@@ -151,10 +151,17 @@ def quantise(x: torch.Tensor, columns: int, scale: torch.Tensor | None = None) -
     columns = size if columns < 0 else min(columns, size)
     blocks = F.pad(x, (0, -size % max(columns, 1))).unflatten(-1, (-1, max(columns, 1)))
     if scale is None:
-        scale = (blocks.abs().amax(-1, keepdim=True) / LARGEST_E4M3).clamp_min(LEAST_SCALE)
+        scale = e4m3_scales(blocks)
     scale = scale.to(x.dtype)
     numbers = (blocks / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
     return (numbers.to(x.dtype) * scale).flatten(-2)[..., :size]
+
+
+def e4m3_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """The scale of each block along the last dimension, which stays with a size of 1."""
+    largest = blocks.abs().amax(-1, keepdim=True)
+    # PyTorch multiplies by the rounded reciprocal of a number on a GPU. It divides by a tensor, as kernels do.
+    return (largest / largest.new_full((), LARGEST_E4M3)).clamp_min(LEAST_SCALE)
 
 
 def dequantised(
