@@ -8,9 +8,24 @@ from torch_mpk import _C
 ATTRS = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
 
 
-def schedule(rows: int, *, overwritten: bool = False, arch: int = 90, storage: str = "float8_e4m3fn") -> _C.Schedule:
-    """Three linears of one x, which a pointwise node may overwrite in front of the last, of weights in ``storage``."""
+def schedule(
+    rows: int,
+    *,
+    overwritten: bool = False,
+    arch: int = 90,
+    storage: str = "float8_e4m3fn",
+    of_scalar: bool = False,
+) -> _C.Schedule:
+    """Three linears of one x, which a pointwise node may overwrite in front of the last, of weights in ``storage``.
+
+    ``of_scalar``: a node without dimensions is in front.
+    """
     b = Builder()
+    if of_scalar:
+        program = _C.Program([])
+        program.emit("store", "float32", [program.emit("load", "float32", operand=0)], operand=1)
+        scalar, copy = (b.buffer(kind, f"scalar.{kind}", "float32", []) for kind in ("input", "output"))
+        b.graph.add_node("pointwise", [("x", scalar, True, False), ("y", copy, False, True)], {}, program)
     x = b.buffer("input", "x", "bfloat16", [rows, 256])
     for i in range(3):
         if overwritten and i == 2:
@@ -29,6 +44,11 @@ def test_x_is_quantised_once_until_it_is_written(overwritten: bool, times: int) 
     tasks = [node.task for node in schedule(70, overwritten=overwritten).graph.nodes]
     assert tasks.count("quantise_rows") == times
     assert tasks.count("e4m3_linear") == 3
+
+
+def test_an_x_may_have_no_rows() -> None:
+    tasks = [node.task for node in schedule(70, of_scalar=True).graph.nodes]
+    assert tasks == ["pointwise", "quantise_rows", *["e4m3_linear"] * 3]
 
 
 @pytest.mark.parametrize("rows", [4, 64])
