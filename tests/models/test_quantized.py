@@ -100,7 +100,11 @@ def experts_of_torchao(weights: str) -> Any:
             tensor = quantization.Int4Tensor(*parts, [1, 1, 128], whole.shape)
             setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
         return model
-    config = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}[weights]()
+    config = {
+        "int8": quantization.Int8WeightOnlyConfig(),
+        "int8-groups": quantization.Int8WeightOnlyConfig(granularity=quantization.PerGroup(32)),
+        "fp8": quantization.Float8WeightOnlyConfig(),
+    }[weights]
     config = TorchAoConfig(quantization.FqnToConfig({r"re:.*\.experts\.(gate_up|down)_proj": config}))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -110,7 +114,7 @@ def experts_of_torchao(weights: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "implementation"),
-    [("int8", "eager"), ("int8", "grouped_mm"), ("fp8", "batched_mm"), ("int4", "grouped_mm")],
+    [("int8", "eager"), ("int8-groups", "grouped_mm"), ("fp8", "batched_mm"), ("int4", "grouped_mm")],
 )
 def test_experts_of_torchao(weights: str, implementation: str) -> None:
     """Against the same experts in 16 bits: eager knows some of the products. Weights are loaded in place."""
@@ -129,6 +133,8 @@ def test_experts_of_torchao(weights: str, implementation: str) -> None:
         with torch.inference_mode():
             assert relative_error(run(x, ids, chosen), dense(x, ids, chosen)) < 0.02
         experts.down_proj.qdata.copy_(experts.down_proj.qdata.flip(0))
+        if weights == "int8-groups":
+            experts.down_proj.zero_point.random_(-50, 50)
 
 
 def in_16_bits(weight: Any) -> torch.Tensor:
@@ -143,12 +149,12 @@ def in_16_bits(weight: Any) -> torch.Tensor:
 def test_other_experts_are_left_to_torchao() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     experts = experts_of_torchao("int8").model.layers[0].mlp.experts
-    experts.down_proj.zero_point.fill_(1)
+    experts.down_proj.act_pre_scale = torch.ones(())
     x, ids, chosen = torch.randn(5, 256).bfloat16(), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2).bfloat16()
     torch.compiler.reset()
     run = torch.compile(experts, backend="mpk")
     experts.config._experts_implementation = "eager"
-    with torch.no_grad(), pytest.warns(MpkWarning, match="Qwen3MoeExperts in torchao's tensors .* zero points"):
+    with torch.no_grad(), pytest.warns(MpkWarning, match="Qwen3MoeExperts in torchao's tensors .* scales activations"):
         torch.testing.assert_close(run(x, ids, chosen), experts(x, ids, chosen))
     assert isinstance(experts.down_proj, quantization.Int8Tensor)
 
@@ -169,6 +175,21 @@ def test_weights_of_torchao(weights: str) -> None:
     assert type(model.lm_head.weight) is torch.nn.Parameter
     step = torch.compile(model, backend="mpk", options={"fallback": "error"})
     assert relative_error(logits(step, model.config, ids), logits(model, model.config, ids)) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [0, 32])
+def test_zero_points_of_int8_are_data(group: int) -> None:
+    """Those that are loaded in place are the next call's. Eager products over whole rows leave them out."""
+    quantization = pytest.importorskip("torchao.quantization")
+    linear, x = torch.nn.Linear(128, 48).bfloat16(), torch.randn(3, 128).bfloat16()
+    granularity = quantization.PerGroup(group) if group else quantization.PerRow()
+    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig(granularity=granularity))
+    step = torch.compile(linear, backend="mpk", options={"fallback": "error"})
+    with torch.inference_mode():
+        for _ in range(2):
+            linear.weight.zero_point.random_(-50, 50)
+            assert relative_error(step(x), linear(x)) < 0.02
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_mpk.capture import quantized_inputs, quantized_modules
 from torch_mpk.errors import UnsupportedError
 
-Blocks = tuple[int, int, bool]  # rows and columns of a scale, and whether scales and zero points are stored by column
+# Rows and columns of a scale, and whether there are zero points, and these and scales are stored by column.
+Blocks = tuple[int, int, bool, bool]
 
 
 def replace_products(moe: Any) -> None:
@@ -63,14 +64,17 @@ def experts_forward(
 def blocks_of(weight: Tensor) -> Blocks:
     parts = quantized_inputs.parts_of(weight, 3)
     assert parts is not None
-    return parts.attrs["block_rows"], parts.attrs["block_columns"], "scales_by_column" in parts.operands
+    are_by_column, has_zeros = "scales_by_column" in parts.operands, "zero_point" in parts.operands.values()
+    return parts.attrs["block_rows"], parts.attrs["block_columns"], has_zeros, are_by_column
 
 
 def _product(weight: Any, x: Tensor, ids: Tensor, blocks: Callable[[Tensor], Blocks]) -> Tensor:
     if not _is_in_parts(weight):
         return torch.ops.mpk.expert_linear(x, ids, weight)
-    rows, columns, are_by_column = blocks(weight)
-    scale, zero = (weight.scale.mT, weight.zero_point.mT) if are_by_column else (weight.scale, None)
+    rows, columns, has_zeros, are_by_column = blocks(weight)
+    scale, zero = weight.scale, weight.zero_point if has_zeros else None
+    if are_by_column:
+        scale, zero = scale.mT, None if zero is None else zero.mT
     attrs = {"block_rows": rows, "block_columns": columns}
     return torch.ops.mpk.quantized_expert_linear(x, ids, weight.qdata, scale, zero, **attrs)
 

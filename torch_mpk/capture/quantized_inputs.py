@@ -59,12 +59,13 @@ def _torchao(value: Any, dim: int, storage: torch.dtype) -> Parts:
 
 
 def _torchao_int8(value: Any, dim: int) -> Parts:
-    zero_point = value.zero_point
     if value.act_pre_scale is not None:
         raise UnsupportedError("it scales activations before the product")
-    if zero_point is not None and not _is_fake(zero_point) and bool(zero_point.any()):
-        raise UnsupportedError("it has zero points")
-    return _torchao(value, dim, torch.int8)
+    parts = _torchao(value, dim, torch.int8)
+    # torchao's products over whole rows leave zero points out, whatever they are.
+    if value.zero_point is None or value.block_size[-1] >= value.qdata.shape[-1]:
+        return parts
+    return Parts({**parts.operands, "zero": "zero_point"}, parts.attrs)
 
 
 def _torchao_int4(value: Any, dim: int) -> Parts:
@@ -84,10 +85,6 @@ def _torchao_int4(value: Any, dim: int) -> Parts:
 
 def _packed_elsewhere(value: Any, dim: int) -> Parts:
     raise UnsupportedError("its packing is not the plain one")
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
 _READERS: dict[str, Callable[[Any, int], Parts]] = {
@@ -174,6 +171,7 @@ def product(
     *,
     weight: torch.Tensor,
     scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
     scales_by_column: torch.Tensor | None = None,
     zeros_by_column: torch.Tensor | None = None,
     **attrs: int,
@@ -185,7 +183,9 @@ def product(
         assert scale is not None
         sizes = [-(-size // (attrs[name] or size)) for size, name in zip(weight.shape, ("block_rows", "block_columns"))]
         scales = scale.reshape(sizes)
-    zero = None if zeros_by_column is None else zeros_by_column.t()
+        zero = None if zero is None else zero.reshape(sizes)
+    if zeros_by_column is not None:
+        zero = zeros_by_column.t()
     rows = x.reshape(-1, x.shape[-1])
     y = torch.ops.mpk.quantized_linear(rows, weight, scales, bias, None, zero, **attrs)
     return y.reshape(*x.shape[:-1], weight.shape[0])
