@@ -25,8 +25,7 @@ import torch
 
 from torch_mpk.builds import timing
 from torch_mpk.builds.dry_run import is_dry_run
-from torch_mpk.capture.bitsandbytes_linears import keep_words
-from torch_mpk.capture.packed_linears import keep_packed
+from torch_mpk.capture.substitutes import keep_weights
 from torch_mpk.config import Options, env
 from torch_mpk.dispatch.admission import takes_prompts
 from torch_mpk.dispatch.buckets import chunks_of
@@ -174,8 +173,7 @@ def generate(
     length = cache_length(settings, input_ids, max_cache_len)
     padding = padding_of(input_ids, attention_mask, settings)
     decode = _Decode(model, input_ids, padding, length, options)
-    keep_packed(model)
-    keep_words(model)
+    keep_weights(model)
     sharing_draws(model, settings, generator, input_ids.device)
     decode.may_change = not is_of_transformers(streamer)
     decode.compile_prompt_where_fast(prefill_chunk_size, is_chosen=settings.max_cache_len is not None)

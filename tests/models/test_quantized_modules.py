@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import torch_mpk
 from tests.models.bitsandbytes_linears import Linear4bit
@@ -154,6 +154,26 @@ def test_packed_weights_of_compressed_tensors_stay_packed(symmetric: bool, tmp_p
     assert projection.weight_packed.shape == (256, 32) and not hasattr(projection, "weight")
     logits(model, model.config, ids)  # the definition: nothing is unpacked from now on
     assert not hasattr(projection, "weight")
+
+
+@pytest.mark.slow
+def test_an_engine_keeps_weights_as_they_are(tmp_path: Path) -> None:
+    """A prompt runs eagerly, of compressed-tensors' weights and where bitsandbytes would write words anew."""
+    engine = pytest.importorskip("torch_mpk.continuous_batching")
+    packed(tmp_path, True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=engine.ATTENTION).eval()
+    model.lm_head.support_avx512bf16_for_cpu = True
+    sizes = {"page_size": 16, "num_blocks": 8, "max_batch_tokens": 16, "max_requests_per_batch": 1}
+    settings = engine.config(compile_prompts=False, **sizes)
+    greedy = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompt = torch.randint(128, (5,)).tolist()
+    options = {"continuous_batching_config": settings, "progress_bar": False, "warmup": False}
+    outputs = model.generate_batch([prompt], greedy, **options)
+    [output] = outputs.values()
+    assert output.error is None and len(output.generated_tokens) == 1
+    projection = model.model.layers[0].self_attn.q_proj
+    assert hasattr(projection, "weight_packed") and not hasattr(projection, "weight")
+    assert not model.lm_head.support_avx512bf16_for_cpu
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ from torch_mpk.batching.compiled_step import Step
 from torch_mpk.batching.request_draws import RequestDraws
 from torch_mpk.batching.step_builder import StepBuilder
 from torch_mpk.batching.step_inputs import prepare_faster
+from torch_mpk.capture.substitutes import keep_weights
 from torch_mpk.errors import EngineError, MpkError, RequestError
 from torch_mpk.generation.sampling import first_to_ring
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead, is_compiling_ahead, launched_segments
@@ -192,6 +193,8 @@ class Runner(continuous_api.ModelRunner):
             result.logit_processor.supported_keys |= request_draws.FIELDS
         result._compiled_varlen = result._compiled(model, result.cb_config.varlen_compile_config)
         result._compiled_decode = result._compiled(model, result.cb_config.decode_compile_config)
+        if result.steps:  # others run eagerly, or do until theirs are built
+            keep_weights(model)
         return result
 
     def _compiled(self, model: torch.nn.Module, settings: CompileConfig | None) -> Callable[..., None] | None:

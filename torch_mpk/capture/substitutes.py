@@ -125,6 +125,12 @@ def _substitute_experts(module: Any) -> None:
     quantized_experts.replace_products(module)
 
 
+def keep_weights(model: Any) -> None:
+    """Leaves quantised weights as they are stored in eager calls, too, where their packages would write them anew."""
+    packed_linears.keep_packed(model)
+    bitsandbytes_linears.keep_words(model)
+
+
 def _left(*names: str) -> Callable[[Any], None]:
     return functools.partial(quantized_modules.leave, names=names, why="its format is not known")
 
