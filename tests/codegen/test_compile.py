@@ -12,6 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.model_graphs import graph_of, graph_of_a_prompt
 from tests.codegen.programs_graph import programs_and_reductions
+from tests.ranks import step as step_of_ranks
 from tests.schedule.decoder_graph import Builder, decoder
 from tests.thinned import thinned
 from torch_mpk import _C
@@ -52,7 +53,7 @@ def compiled(graph: _C.TBGraph, arch: int) -> Resources:
     ("decoder_name", "arch", "batch"),
     thinned(
         [
-            *(("qwen3-0.6b", *on) for on in ((90, 1), (90, 8), (80, 1))),
+            *(("qwen3-0.6b", arch, 1) for arch in (90, 80)),
             ("heads of 256", 90, 1),
             ("8 heads a group", 90, 1),
             *(("qwen3-8b", 90, batch) for batch in (1, 4, 16, 64)),  # the batches between have pages, below
@@ -114,6 +115,14 @@ def test_what_draws_tokens_takes_no_other_jobs_registers(arch: int) -> None:
 def test_nvrtc_compiles_a_decoder_as_well(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     monkeypatch.setenv("TORCH_MPK_COMPILER", "nvrtc")
     compiled(decoder(**QWEN3_06B), arch)
+
+
+@pytest.mark.slow
+def test_exchanges_between_ranks_keep_nothing_in_local_memory() -> None:
+    """Sums behind products, and logits that are gathered."""
+    [inputs, _] = step_of_ranks.inputs_of(2, 4, torch.bfloat16)
+    resources = compiled(step_of_ranks.graph_of(inputs, 2), 90)
+    assert resources.stack_bytes == resources.spill_store_bytes == 0
 
 
 def graph_of_a_step(arch: str, attention: str, dtype: torch.dtype, batch: int, mask: str) -> _C.TBGraph:
