@@ -68,11 +68,14 @@ def test_words_are_read_where_they_lie(dtype: torch.dtype) -> None:
 
 
 def test_columns_in_an_order_that_no_flag_tells() -> None:
-    """Of a model of a class that has been compiled for one whose columns are in order."""
+    """Of a model of a class that has been compiled for one whose columns are in order; and of one that was so before
+    others were loaded."""
     in_order, others = TorchLinear((64, 48), 32), TorchLinear((64, 48), 32, desc_act=True)
     others.desc_act = False
     assert error_of(in_order, torch.float32) < 1e-5
     assert error_of(others, torch.float32) < 1e-5
+    in_order.load_state_dict(others.state_dict())
+    assert error_of(in_order, torch.float32) < 1e-5
 
 
 def test_numbers_of_a_table() -> None:

@@ -37,18 +37,24 @@ def take_linears(package: Any) -> None:
 
 
 def _note_order(cls: Any) -> None:
-    """Has a class's modules know whether groups are runs of columns, once their weights have been loaded."""
+    """Has a class's modules know whether groups are runs of columns, whenever their weights have been loaded."""
     known = cls.post_init
 
     @functools.wraps(known)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
         known(self, *args, **kwargs)
-        groups = getattr(self, "g_idx", None)
-        if groups is not None:
-            columns = torch.arange(len(groups), dtype=groups.dtype, device=groups.device)
-            setattr(self, _IN_ORDER, torch.equal(groups, columns // self.group_size))
+        if getattr(self, "g_idx", None) is not None:
+            if not hasattr(self, _IN_ORDER):
+                self.register_load_state_dict_post_hook(_look_at_order)
+            _look_at_order(self)
 
     cls.post_init = post_init
+
+
+def _look_at_order(module: Any, *_: Any) -> None:
+    groups = module.g_idx
+    columns = torch.arange(len(groups), dtype=groups.dtype, device=groups.device)
+    setattr(module, _IN_ORDER, torch.equal(groups, columns // module.group_size))
 
 
 def _below(cls: Any) -> Iterator[Any]:
