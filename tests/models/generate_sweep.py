@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import torch_mpk
 import torch_mpk.backend
@@ -281,21 +282,28 @@ WITHOUT_SMALL = {
 }
 
 
-def classes() -> dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
-    """By name: every class of the mappings, with a configuration for it."""
-    found = {}
-    for mapping in _MAPPINGS:
-        for config, models in getattr(modeling_auto, mapping).items():
-            for model in models if isinstance(models, tuple) else (models,):
-                found[model.__name__] = model.config_class or config, model
-    return dict(sorted(found.items()))
+def names() -> list[str]:
+    """Of every class of the mappings. No model is imported for them, which takes some seconds for all."""
+    listed = (
+        models
+        for mapping in _MAPPINGS
+        for kind, models in getattr(modeling_auto, f"{mapping}_NAMES").items()
+        if kind in CONFIG_MAPPING_NAMES
+    )
+    return sorted({name for models in listed for name in ([models] if isinstance(models, str) else models)})
+
+
+def classes_of(name: str) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    """A model's configuration and itself."""
+    model = getattr(transformers, name)
+    return model.config_class, model
 
 
 # ---- small models ----
 
 
 def is_encoder(name: str) -> bool:
-    config, _ = classes()[name]
+    config, _ = classes_of(name)
     is_decoder = name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return not is_decoder and bool(small_config(config, name).is_encoder_decoder)
 
@@ -362,7 +370,7 @@ def _small_layers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def small_model(name: str) -> PreTrainedModel:
-    config_class, model_class = classes()[name]
+    config_class, model_class = classes_of(name)
     torch.manual_seed(0)
     config = small_config(config_class, name)
     config._attn_implementation = None
@@ -496,10 +504,10 @@ def main() -> None:
     parser.add_argument("--traced", type=int, default=len(CASES), help="cases that Dynamo traces")
     arguments = parser.parse_args()
     part, count = map(int, arguments.part.split("/"))
-    names = arguments.names or list(classes())[part::count]
+    chosen = arguments.names or names()[part::count]
     transformers.logging.set_verbosity_error()
     counts: Counter[str] = Counter()
-    for name in names:
+    for name in chosen:
         row = compare(name, CASES[::-1][: arguments.cases], arguments.built, arguments.traced)
         counts[row.result] += 1
         print(row, flush=True)

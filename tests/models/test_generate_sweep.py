@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_mpk
-from tests.models.generate_sweep import REFUSED, WITHOUT_SMALL, classes, compare, is_encoder, small_model
+from tests.models.generate_sweep import REFUSED, WITHOUT_SMALL, compare, is_encoder, names, small_model
 from torch_mpk.errors import ArgumentError
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
@@ -16,7 +16,7 @@ def expected(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*classes()][::4])
+@pytest.mark.parametrize("name", names()[::4])
 def test_classes_give_hugging_faces_tokens_or_are_refused(name):
     """Of every fourth class and without tracing; ``python -m tests.models.generate_sweep`` traces, and takes all."""
     row = compare(name, cases=[(3, True), (1, False)], num_traced=0)
