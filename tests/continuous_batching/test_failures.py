@@ -57,7 +57,7 @@ def test_requests_that_cannot_be_served_are_refused_and_others_go_on() -> None:
     prompts = [prompt_of(4 + i) for i in range(len(REFUSED))]
     expected = [alone(model, prompt, 6) for prompt in prompts]
     names = []
-    with managed(model, num_blocks=12) as manager:
+    with managed(model, num_blocks=12, compile_prompts=False) as manager:
         for number, ((tokens, _), prompt) in enumerate(zip(REFUSED, prompts)):
             names.append(manager.add_request([np.int64(token) for token in prompt], max_new_tokens=6))
             manager.add_request(tokens, request_id=f"bad {number}", max_new_tokens=6)
@@ -90,7 +90,7 @@ def test_a_request_that_outgrows_the_cache_fails_alone() -> None:
     model = serving_model()
     long, short = prompt_of(3 * PAGE), prompt_of(5)
     everything = alone(model, long, 3 * PAGE)
-    with managed(model, num_blocks=5, max_blocks_per_request=16) as manager:
+    with managed(model, num_blocks=5, max_blocks_per_request=16, compile_prompts=False) as manager:
         name = manager.add_request(long, max_new_tokens=3 * PAGE)
         others = [manager.add_request(short, max_new_tokens=20) for _ in range(4)]
         found = results(manager, 5)
@@ -178,7 +178,7 @@ def test_a_step_whose_build_fails_takes_its_requests_with_it(
 def test_after_another_error_the_engine_ends() -> None:
     """Nobody knows what it has left."""
     bug = {("before", 2): raising(ZeroDivisionError("a bug"))}
-    with faulty_steps(bug), managed(serving_model()) as manager:
+    with faulty_steps(bug), managed(serving_model(), compile_prompts=False) as manager:
         name = manager.add_request(prompt_of(4))
         assert results(manager, 1)[name].error == "a bug"
         manager._generation_thread.join(60)
@@ -187,7 +187,7 @@ def test_after_another_error_the_engine_ends() -> None:
 
 def test_requests_wait_no_longer_once_all_that_filled_the_cache_are_cancelled() -> None:
     model = serving_model()
-    with managed(model) as manager:
+    with managed(model, compile_prompts=False) as manager:
         check_that_it_serves(manager, model)
         manager.batch_processor.scheduler.block_new_requests = True  # as evictions leave it
         check_that_it_serves(manager, model)

@@ -32,11 +32,8 @@ def check_that_it_ends(server: Server, count: int = 1) -> None:
     assert status in (0, 130)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_in_the_middle_of_a_stream(tmp_path: Path, count: int) -> None:
+def check_in_the_middle_of_a_stream(server: Server, count: int) -> None:
     """And with a client that waits for a first step's build, or for its turn."""
-    server = Server(tmp_path)
-    server.wait(120)
     stream = server.ask("a long reply", 100, stream=True)
     next(stream)
     waiting: list[tuple[int, Any]] = []
@@ -51,6 +48,13 @@ def test_in_the_middle_of_a_stream(tmp_path: Path, count: int) -> None:
     if waiting:  # a second Ctrl-C may close connections first
         status, answer = waiting[0]
         assert (status, answer["error"]["message"]) == (503, "the server is stopping")
+
+
+@pytest.mark.slow
+def test_in_the_middle_of_a_stream_twice(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.wait(120)
+    check_in_the_middle_of_a_stream(server, 2)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 
 from tests.continuous_batching.engine import alone
 from tests.continuous_batching.server import NUM_PAGES, PAGE, Server, pieces, post, text
+from tests.continuous_batching.test_interrupted_server import check_in_the_middle_of_a_stream
 
 MOST = PAGE * NUM_PAGES  # tokens that the cache holds
 
@@ -261,3 +262,8 @@ def test_the_server_says_what_it_serves_and_what_it_did(server: Server) -> None:
     assert grown["mpk_generated_tokens_total"] == grown["mpk_step_seconds_count"] == 7
     assert grown["mpk_step_seconds_sum"] > 0
     assert after["mpk_requests_running"] == after["mpk_requests_waiting"] == 0
+
+
+def test_an_interrupt_ends_the_server_in_the_middle_of_a_stream(server: Server) -> None:
+    """The last of them: a server for itself would take another start."""
+    check_in_the_middle_of_a_stream(server, 1)

@@ -30,7 +30,7 @@ class Served:
     def __init__(self, **settings: Any) -> None:
         self.model, self.tokenizer = serving_model(), letters(chat_template=TEMPLATE)
         self.model.generation_config.update(eos_token_id=None)
-        self.engine = Engine(self.model, self.tokenizer, sized(**settings), warmup=False)
+        self.engine = Engine(self.model, self.tokenizer, sized(compile_prompts=False, **settings), warmup=False)
         self.routes = Routes(self.engine, "tiny", self.tokenizer, {})
         self.app: Any = build_server(*[None] * 6, generation_state=None)  # type: ignore[arg-type]
         install(self.app, self.engine, self.routes)

@@ -205,7 +205,7 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
     model, may_build, may_build_one = serving_model(), threading.Event(), threading.Event()
     prompts = [prompt_of(5), prompt_of(20), prompt_of(9)]
     expected = [alone(model, prompt, 6) for prompt in prompts]
-    build = compiled_step.Step.build_ahead
+    build, options = compiled_step.Step.build_ahead, {"fallback": "error", "while_building": None}
 
     def build_later(self: compiled_step.Step, args: Any, runner: Any) -> None:
         assert may_build.wait(60)
@@ -217,7 +217,7 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
         mock.patch.object(compiled_step.Step, "build_ahead", build_later),
         mock.patch.object(task_kernel, "build_segment", side_effect=AssertionError("an own step waits for a build")),
         caplog.at_level("INFO", "torch_mpk.batching.step_builder"),
-        managed(model, options={"fallback": "error", "while_building": None}, **SIZED) as manager,
+        managed(model, options=options, compile_prompts=False, **SIZED) as manager,
     ):
 
         def check_answers(count: int) -> None:
@@ -227,11 +227,11 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
 
         check_answers(3)
         runner = manager.batch_processor.model_runner
-        varlen, decode = runner.steps
-        assert varlen.is_own and decode.is_own
+        [decode] = runner.steps
+        assert decode.is_own
         assert "building a step of" in caplog.text
         may_build.set()
-        while not (varlen.is_by_trace and decode.is_by_trace):  # each in the sizes that the engine happens to make
+        while not decode.is_by_trace:  # in the sizes that the engine happens to make
             check_answers(3)
         check_answers(1)
         assert runner.builder.is_asked((True, 1)) and not decode.is_own  # but one of more rows
