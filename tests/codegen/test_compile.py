@@ -140,15 +140,15 @@ def test_steps_of_other_dtypes_and_with_masks_compile(step: tuple, arch: int) ->
     compiled(graph_of_a_step(*step), arch)
 
 
-@pytest.mark.parametrize("arch", thinned([90, 80], 0))
-def test_programs_and_reductions_compile(arch: int) -> None:
-    compiled(programs_and_reductions(), arch)
+@pytest.mark.slow
+def test_programs_and_reductions_compile() -> None:
+    compiled(programs_and_reductions(), 90)
 
 
-@pytest.mark.parametrize("arch", thinned([90, 80], 0))
-def test_a_kernel_for_racecheck_compiles(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_kernel_for_racecheck_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-DMPK_RACECHECK")
-    compiled(decoder(), arch)
+    compiled(decoder(), 90)
 
 
 def test_advancing_many_counters_takes_few_registers() -> None:

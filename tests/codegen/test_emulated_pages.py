@@ -203,7 +203,7 @@ def test_copies_without_the_copy_engine() -> None:
     check(emulate(case.graph(), arch=80), case, range(2))
 
 
-@pytest.mark.parametrize(("rows", "workers"), thinned([(5, 3), (5, 132), (40, 12)], 1))
+@pytest.mark.parametrize(("rows", "workers"), thinned([(5, 3), (5, 12), (40, 12)], 1))
 def test_a_rows_bits_depend_on_no_other_row(rows: int, workers: int) -> None:
     case = Case(R=rows, S=16, M=30, P=rows * 8, H=2, G=1, D=16, has_new=False, layout="apart")
     kernel = emulate(case.graph(), workers=workers)

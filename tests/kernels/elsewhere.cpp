@@ -13,16 +13,11 @@ namespace {
 
 struct ElsewhereFields {
   int64_t rows_at_once = 2;  // of weights, that a warp takes
-#ifdef ANOTHER_FIELD
   int64_t turns = 1;
   static constexpr std::array<FieldOf<ElsewhereFields>, 2> kAll = {{
       {"rows_at_once", "kRowsAtOnce", &ElsewhereFields::rows_at_once},
       {"turns", "kTurns", &ElsewhereFields::turns},
   }};
-#else
-  static constexpr std::array<FieldOf<ElsewhereFields>, 1> kAll = {
-      {{"rows_at_once", "kRowsAtOnce", &ElsewhereFields::rows_at_once}}};
-#endif
 };
 
 class Writer : public codegen::LinearWriter {

@@ -17,11 +17,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def compile_kernel(folder: Path, name: str, *flags: str) -> Path:
+def compile_kernel(folder: Path, name: str) -> Path:
     core = Path(_C.__file__)
     library = folder / f"{name}.so"
     compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", *flags]
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"]
     command += [f"-I{ROOT}/csrc", f"-I{ROOT}/include", f'-D{name.upper()}_HEADER="{HERE}/{name}.cuh"']
     command += [str(HERE / f"{name}.cpp"), f"-L{core.parent}", f"-l:{core.name}", f"-Wl,-rpath,{core.parent}"]
     subprocess.run([*command, "-Wl,--no-undefined", "-o", str(library)], check=True)
@@ -33,13 +33,10 @@ def run(program: str, library: Path, *arguments: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    "flags", [pytest.param((), marks=pytest.mark.slow), ("-DANOTHER_FIELD",)], ids=["", "with another field"]
-)
-def test_a_kernel_of_linear_is_chosen_proven_emulated_and_right(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    library = compile_kernel(tmp_path, "elsewhere", *flags)
-    run("run_elsewhere", library, "rows_at_once=2", *(["turns=1"] if flags else []))
+def test_a_kernel_of_linear_is_chosen_proven_emulated_and_right(tmp_path: Path) -> None:
+    run("run_elsewhere", compile_kernel(tmp_path, "elsewhere"), "rows_at_once=2", "turns=1")
 
 
+@pytest.mark.slow
 def test_a_kernel_of_runs_is_chosen_proven_emulated_and_right(tmp_path: Path) -> None:
     run("run_pair", compile_kernel(tmp_path, "pair"))

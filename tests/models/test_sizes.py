@@ -19,12 +19,8 @@ CALLS = [
     (1, 20, 64),
     (1, 9, 32),
     (2, 4, 32),
-    (2, 20, 64),
-    (3, 9, 48),
+    (3, 20, 48),
     (2, 9, 32),
-    (1, 20, 96),
-    (3, 4, 48),
-    (1, 4, 32),
 ]
 SIZES = {(batch, length) for batch, _, length in CALLS}
 
@@ -99,7 +95,7 @@ def test_hugging_faces_generate(builds):
     model = model_of()
     config = CompileConfig(backend="mpk", mode=None, fullgraph=False)
     config._compile_all_devices = True
-    for batch, prompt, length in CALLS[:5]:
+    for batch, prompt, length in CALLS[:4]:
         settings = {"max_new_tokens": length - prompt, "do_sample": False, "pad_token_id": 0}
         ids = random_ids(batch, prompt)
         settings["attention_mask"] = torch.ones_like(ids)  # else what looks like padding is masked
