@@ -35,7 +35,7 @@ from torch_mpk.testing.tiny import random_ids, tiny_model
 def test_a_step_over_several_positions_is_eagers(
     device: torch.device, attention: str, dtype: torch.dtype, num_positions: int
 ) -> None:
-    model = tiny_model(attention=attention, dtype=dtype, device=device)
+    model = tiny_model(attention=attention, dtype=dtype, device=device, num_layers=1)
     wider = {torch.float32: torch.float64}.get(dtype, torch.float32)
     exact = copy.deepcopy(model).to(wider)
     ours = torch.compile(model, backend="mpk", options=STRICT)

@@ -128,7 +128,7 @@ def test_a_prompt_on_a_gpu_has_the_same_bits_again_and_whatever_stands_beside_it
 
 
 def test_a_prompt_continues_what_eager_began_and_steps_continue_it() -> None:
-    prompting = Prompting(2, [0, 3], 64, tiny_model(dtype=torch.float32))
+    prompting = Prompting(2, [0, 3], 64, tiny_model(dtype=torch.float32, num_layers=1))
     prompting.take(7, run=False)
     prompting.take(20)
     prompting.take(1)
@@ -137,7 +137,7 @@ def test_a_prompt_continues_what_eager_began_and_steps_continue_it() -> None:
 
 @pytest.mark.parametrize("count", thinned([1, 3], 1))
 def test_of_a_prompt_only_the_last_logits_may_be_wanted(count: int) -> None:
-    Prompting(2, [0, 3], 64, tiny_model(dtype=torch.float32)).take(20, logits_to_keep=count)
+    Prompting(2, [0, 3], 64, tiny_model(dtype=torch.float32, num_layers=1)).take(20, logits_to_keep=count)
 
 
 def test_a_prompt_that_the_cache_has_no_room_for_is_refused_before_anything_is_written() -> None:

@@ -39,7 +39,7 @@ class Steps:
     """Decode steps of a tiny model, compared with eager ones as they are made."""
 
     def __init__(self, **options: object) -> None:
-        self.model = tiny_model()
+        self.model = tiny_model(num_layers=1)
         prompt = random_ids(1, 5)
         self.ours, self.eager = Decoding(self.model, prompt), Decoding(self.model, prompt)
         self.step = compiled(self.model, num_threads=NUM_THREADS, **options)
@@ -170,7 +170,7 @@ def test_an_error_in_a_recorded_step_ends_the_recording(tmp_path: Path) -> None:
 
 
 def test_the_command_profiles_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_model().config.save_pretrained(tmp_path)
+    tiny_model(num_layers=1).config.save_pretrained(tmp_path)
     out = tmp_path / "trace.json.gz"
     sizes = ["--position", "5", "--length", "16", "--dtype", "float32", "--device", "cpu", "--steps", "2"]
     main(["profile", str(tmp_path), "--out", str(out), *sizes])
