@@ -151,6 +151,7 @@ def test_a_kernel_for_racecheck_compiles(monkeypatch: pytest.MonkeyPatch) -> Non
     compiled(decoder(), 90)
 
 
+@pytest.mark.slow
 def test_advancing_many_counters_takes_few_registers() -> None:
     """A step advances one for each layer; with all their addresses at hand it would take more than all else."""
 

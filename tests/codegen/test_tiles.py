@@ -120,9 +120,9 @@ def test_few_tiles_are_cut_among_workers_whose_sums_meet_in_order(
     assert all(torch.equal(made[0], other) for other in made[1:])
 
 
-@pytest.mark.parametrize(("rows", "hidden", "ffn"), thinned([(128, 1024, 3072), (2048, 4096, 12288)], 1))
-def test_many_rows_compile_without_local_memory(rows: int, hidden: int, ffn: int) -> None:
-    schedule = _C.make_schedule(feed_forward(rows, hidden, ffn), _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
+@pytest.mark.slow
+def test_many_rows_compile_without_local_memory() -> None:
+    schedule = _C.make_schedule(feed_forward(2048, 4096, 12288), _C.Target("cuda", 90, 132, SMEM_BYTES, True, True))
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
     assert resources.registers <= schedule.warps.registers

@@ -49,6 +49,7 @@ def inputs_of(graph: _C.TBGraph) -> list[torch.Tensor]:
     return made
 
 
+@pytest.mark.slow
 def test_a_step_with_prompts(graph: _C.TBGraph) -> None:
     inputs = inputs_of(graph)
     before = [x.clone() for x in inputs]

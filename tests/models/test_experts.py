@@ -205,7 +205,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(family: str, rows: int)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize(("family", "dtype"), thinned(HALF, 3, 6), ids=str)
+@pytest.mark.parametrize(("family", "dtype"), thinned(HALF, 3), ids=str)
 def test_experts_of_equal_routes_are_as_near_as_eager(family: str, dtype: torch.dtype) -> None:
     model = make(family)
     for implementation in IMPLEMENTATIONS.values():

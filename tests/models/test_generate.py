@@ -67,8 +67,8 @@ def test_greedy_tokens_are_eagers(model):
         expected = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0, **kwargs)
         for _ in range(2):
             assert torch.equal(torch_mpk.generate(model, ids, 10, options=STRICT, **kwargs), expected)
-        drawn = torch_mpk.generate(model, ids, 10, do_sample=True, top_k=1, options=STRICT, **kwargs)
-        assert torch.equal(drawn, expected)
+    drawn = torch_mpk.generate(model, ids, 10, do_sample=True, top_k=1, options=STRICT, **kwargs)
+    assert torch.equal(drawn, expected)
 
 
 def test_one_build_serves_every_call(model, tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ from torch_mpk.testing.tiny import random_ids, tiny_model
             ("sdpa", torch.bfloat16, 5),
             ("eager", torch.float32, 16),
             ("sdpa", torch.float32, 2),
-            ("sdpa", torch.bfloat16, 16),
             ("eager", torch.float16, 8),
         ],
         1,
