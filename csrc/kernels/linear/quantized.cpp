@@ -83,6 +83,9 @@ struct RowsCut : TileShape, RowsFields {};
 // Numbers of x that a worker converts in a nanosecond, before it multiplies by them: on an H200, 7 more rows of
 // 24,576 columns took 58 us more.
 constexpr double kConvertedPerNs = 3;
+// The same of an x that is only copied, and summed. What a warp takes for a block and 128 columns, and for eight rows
+// of x of them, beside others: with one row, 6 of them took 23 us for 64 such steps each.
+constexpr double kKeptPerNs = 12, kStepNs = 250, kFragmentNs = 100;
 
 // The use of shared memory, see QuantizedShape in quantized_rows.cuh.
 class Cutter {
@@ -107,8 +110,10 @@ class Cutter {
     const int64_t rows = round_up(job_.batch, 8), sums = std::max(blocks, warps()) * rows * kSumPitch * 4;
     const int64_t at_hand = is_staged() ? job_.size : kStages * c.stage_columns;
     const int64_t x = job_.batch * (at_hand * job_.element + (is_staged() ? 1 : kStages) * kAccessBytes);
-    const int64_t sums_of_x = format_.has_zero() ? kStepColumns / std::min(format_.block_columns, kStepColumns) : 0;
-    const int64_t factors = (at_hand / kStepColumns * (1 + sums_of_x) + 1) * rows * 4;  // and one for each row
+    const bool has_sums = keeps_x() || format_.has_zero();
+    const int64_t sums_of_x = has_sums ? kStepColumns / std::min(format_.block_columns, kStepColumns) : 0;
+    const int64_t of_step = (keeps_x() ? 0 : 1) + sums_of_x;
+    const int64_t factors = (at_hand / kStepColumns * of_step + 1) * rows * 4;  // and one for each row
     const int64_t scales = tiles_of_worker(c) * c.parts * scale_bytes(c);
     const int64_t whole = is_staged() ? round_up(x, kSharedAlignment) + sums : std::max(x, sums);
     return round_up(whole, kSharedAlignment) + round_up(factors, kSharedAlignment) + scales;
@@ -120,14 +125,26 @@ class Cutter {
     const double weights = tiles * double(job_.parts * (c.tile_rows * c.row_bytes + scale_bytes(c)));
     const double numbers = double(job_.batch * job_.size), passes = tiles / double(c.mainloop_tiles);
     const double x = numbers * double(job_.element) * passes;
-    return std::max(weights / costs.memory_bytes_per_ns, (weights + x) / costs.by_warps.bytes_per_ns) +
-           numbers * (is_staged() ? 1 : passes) / kConvertedPerNs;
+    const double memory = std::max(weights / costs.memory_bytes_per_ns, (weights + x) / costs.by_warps.bytes_per_ns);
+    const double of_x = numbers * (is_staged() ? 1 : passes) / (keeps_x() ? kKeptPerNs : kConvertedPerNs);
+    return std::max(memory + of_x, products_ns(c));
   }
 
  private:
   bool is_staged() const { return x_ == Input::kWhole; }
   int64_t warps() const { return job_.warps - (is_staged() ? 0 : kProducerWarps); }
   int64_t tiles_of_worker(const RowsCut& c) const { return divide_up(job_.tiles(c.tile_rows), job_.workers); }
+  bool keeps_x() const { return format_.bits() == 4 && !format_.quantizes_x(); }
+
+  // The steps of the warp with most blocks, where warps take turns at chunks if there are few blocks.
+  double products_ns(const RowsCut& c) const {
+    const int64_t blocks = divide_up(c.mainloop_tiles * c.parts, kBlockRows / c.tile_rows);
+    const int64_t sharers = std::min(std::max<int64_t>(warps() / blocks, 1), c.chunks());
+    const int64_t turns = divide_up(c.chunks(), sharers) * divide_up(blocks, warps());
+    const double passes = double(tiles_of_worker(c)) / double(c.mainloop_tiles);
+    const double steps = double(turns * format_.columns_of(c.chunk_bytes) / kStepColumns) * passes;
+    return steps * (kStepNs + kFragmentNs * double(divide_up(job_.batch, 8)));
+  }
 
   int64_t bytes_of(int64_t columns) const { return columns * format_.bits() / 8; }
 

@@ -56,7 +56,7 @@ class Cutter {
   int64_t staged_bytes(const ColumnsCut& c) const {
     const int64_t columns = is_staged() ? job_.size : line_columns(), lines = is_staged() ? 1 : 2 * c.lanes;
     const int64_t x = round_up(lines * job_.batch * (columns * job_.element + kAccessBytes), kSharedAlignment);
-    const int64_t rows = round_up(job_.batch, 8), step = rows * (format_.has_zero() ? 2 : 1);
+    const int64_t rows = round_up(job_.batch, 8), step = rows * (format_.bits() == 8 && format_.has_zero() ? 2 : 1);
     const int64_t own = format_.has_static_x || format_.x_columns > kStepColumns ? rows : 0;
     const int64_t factors = (lines * columns / kStepColumns * step + own) * 4;
     return x + round_up(factors, kSharedAlignment) + c.mainloop_tiles * sum_bytes(c);

@@ -6,9 +6,7 @@
 // row by row. Lines are dealt out to warps in turns. A warp has a box's sums in registers, and leaves them in shared
 // memory, where the sums of all warps are added.
 //
-// Weights of 8 bits are multiplied as in quantized_rows.cuh. Those of 4 bits become the last bits of numbers of x's
-// type from a power of two on, by one instruction for two, and x is multiplied as it is. The power of two times the sum
-// of x's columns, which tensor cores find as products with ones, is taken from the sums.
+// Weights are multiplied as in quantized_rows.cuh.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_rows.cuh"
@@ -24,10 +22,10 @@ concept QuantizedColumnsVariant = RowsVariant<V, C> && QuantizedSizes<V> && HasS
 template <class V>
 struct ColumnsShape : XSteps<V> {
   using XSteps<V>::kStep, XSteps<V>::kStepFloats, XSteps<V>::kFactorRows, XSteps<V>::kScalesRowsOfX;
-  static constexpr bool kKeepsX = V::kWeightBits == 4;
+  using XSteps<V>::kKeepsX;
   static constexpr int kLine = 128 * 8 / V::kWeightBits, kSteps = kLine / kStep;
   static_assert(V::kChunkSize == kLine && V::kSize % kLine == 0 && V::kBoxRows % 8 == 0);
-  static_assert(XSteps<V>::kGroup == kStep && !(kKeepsX && V::kXScaleColumns > 0));
+  static_assert(XSteps<V>::kGroup == kStep && kKeepsX == (V::kWeightBits == 4));
   static constexpr int kLines = V::kSize / kLine, kLanes = V::kLanes;
   static_assert(kLanes <= kLines && kLanes <= kConsumerWarps);
   static constexpr int kBlocks = (V::kBoxRows + kWarpRows - 1) / kWarpRows;  // of a box
@@ -186,7 +184,7 @@ struct ByteLines {
       for (int n = 0; n < Q::kColumns; n++) {
         const float2 factors = *reinterpret_cast<const float2*>(of_x + 8 * n);
         float2 group{};
-        if constexpr (V::kZero != kNoZero) group = *reinterpret_cast<const float2*>(of_x + Q::kFactorRows + 8 * n);
+        if constexpr (V::kZero != kNoZero) group = *reinterpret_cast<const float2*>(of_x + Q::kFirstSums + 8 * n);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           float sum = products.at(j, n, i) * scale[i / 2];
@@ -217,23 +215,7 @@ template <class V>
 struct HalfByteLines {
   using Q = ColumnsShape<V>;
   using T = typename V::T;
-  // A power of two with room for 4 bits in its last places, twice, and ones.
-  static constexpr bool kIsHalf = kSame<T, __half>;
-  static constexpr uint32_t kBase = kIsHalf ? 0x64006400 : 0x43004300, kOnes = kIsHalf ? 0x3c003c00 : 0x3f803f80;
-  static constexpr float kAbove = (kIsHalf ? 1024 : 128) + 8;  // what numbers are stored above
-
-  // Weights 0 and 4 of a word, 1 and 5, 2 and 6, 3 and 7, above the base.
-  MPK_DEVICE static void widen(uint32_t word, uint32_t (&pairs)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      pairs[i] = ptx::mask_and_flip(word >> 4 * i, 0x000f000f, V::kHasMiddle ? kBase : kBase ^ 0x00080008);
-  }
-
-  // 32 columns of x, of which a lane has eight neighbours.
-  MPK_DEVICE static uint4 columns_of(const LineOfX& x, int i, int n, int lane) {
-    const uint32_t row = min(8 * n + lane / 4, V::kBatch - 1);
-    return *reinterpret_cast<const uint4*>(x.rows + row * Q::kPitch + i * 64 + lane % 4 * 16);
-  }
+  using Bits = FourBits<T>;
 
   MPK_DEVICE static void multiply(BoxSums<V>& sums, const LineOfWeights<V>& weights, const LineOfX& x,
                                   const LineScales<V>& scales, int lane) {
@@ -242,18 +224,14 @@ struct HalfByteLines {
       StepProducts<V> products;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        ptx::Pair columns[Q::kColumns][2];  // in the order of weights
+        ptx::Pair columns[Q::kColumns][2];
 #pragma unroll
-        for (int n = 0; n < Q::kColumns; n++) {
-          const uint4 words = columns_of(x, step * 4 + i, n, lane);
-          columns[n][0] = {ptx::choose_bytes(words.x, words.z, 0x5410), ptx::choose_bytes(words.x, words.z, 0x7632)};
-          columns[n][1] = {ptx::choose_bytes(words.y, words.w, 0x5410), ptx::choose_bytes(words.y, words.w, 0x7632)};
-        }
+        for (int n = 0; n < Q::kColumns; n++) KeptX<V>::load(x.rows, Q::kPitch, step * 4 + i, n, lane, columns[n]);
 #pragma unroll
         for (int j = 0; j < Q::kBlocks; j++) {
           const uint32_t* words = weights.bytes[j][step * 2 + i / 2].v + i % 2 * 2;
           uint32_t above[4], below[4];
-          widen(words[0], above), widen(words[1], below);
+          Bits::template widen<V>(words[0], above), Bits::template widen<V>(words[1], below);
 #pragma unroll
           for (int k = 0; k < 2; k++)
 #pragma unroll
@@ -269,7 +247,7 @@ struct HalfByteLines {
         for (int i = 0; i < 2; i++) {
           float scale, offset;
           scales.find(scale, offset, step, j, i, lane);
-          offset = fmaf(-kAbove, scale, offset);
+          offset = fmaf(-Bits::kAbove, scale, offset);
 #pragma unroll
           for (int n = 0; n < Q::kColumns; n++) {
             const float2 columns = *reinterpret_cast<const float2*>(of_x + 8 * n);
@@ -280,22 +258,12 @@ struct HalfByteLines {
     }
   }
 
-  // Finds the sums of a line's columns, as products with ones.
   MPK_DEVICE static void prepare(const LineOfX& x, const float* /*row_scales*/, int lane) {
 #pragma unroll
     for (int step = 0; step < Q::kSteps; step++)
 #pragma unroll
-      for (int n = 0; n < Q::kColumns; n++) {
-        SumFragment sums[2] = {};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const uint4 words = columns_of(x, step * 4 + i, n, lane);
-          ptx::mma<T>(sums[0], {kOnes, kOnes, kOnes, kOnes}, {words.x, words.y});
-          ptx::mma<T>(sums[1], {kOnes, kOnes, kOnes, kOnes}, {words.z, words.w});
-        }
-        float2* to = reinterpret_cast<float2*>(x.factors + step * Q::kStepFloats + 8 * n);
-        if (lane < 4) to[lane] = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
-      }
+      for (int n = 0; n < Q::kColumns; n++)
+        KeptX<V>::sum_step(x.rows + step * 256, Q::kPitch, n, lane, x.factors + step * Q::kStepFloats);
   }
 };
 

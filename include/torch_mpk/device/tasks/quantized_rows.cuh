@@ -2,6 +2,9 @@
 // become float16 in registers. x stands in shared memory as float16, too: the e4m3 numbers that it is quantised to, or
 // its own numbers over a power of two. Both factors are exact, so sums of a group of columns, in fp32, are those of the
 // format, and take the scales of these columns. A zero point is added to them times the sum of these columns of x.
+//
+// With weights of 4 bits x stays as it is, unless it is quantised, and weights become numbers of its type above a power
+// of two. That power times the sum of these columns of x is taken from the sums.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_rows.cuh"
@@ -18,6 +21,7 @@ template <class V>
 struct QuantizedShape : XSteps<V> {
   using S = RowsShape<V>;
   using XSteps<V>::kStep, XSteps<V>::kGroup, XSteps<V>::kFactorRows, XSteps<V>::kStepFloats, XSteps<V>::kScalesRowsOfX;
+  using XSteps<V>::kKeepsX;
   static constexpr int kLine = 128 * 8 / V::kWeightBits;  // columns of 128 bytes of a box's row
   static_assert(V::kSize % kLine == 0 && V::kChunkSize % kLine == 0 && V::kSplit == 1 && !V::kByWarpgroups);
   static constexpr int kSteps = V::kSize / kStep, kChunkSteps = V::kChunkSize / kStep;
@@ -53,7 +57,14 @@ template <class V, class C>
 MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
   using Q = QuantizedShape<V>;
   constexpr int kAtOnce = 2;
-  if constexpr (Q::kScalesRowsOfX) {
+  if constexpr (Q::kKeepsX) {
+    constexpr int kColumns = RowsShape<V>::kColumns;
+#pragma unroll 1
+    for (int i = c.warp; i < Q::kSteps * kColumns; i += kConsumerWarps) {
+      const int step = i / kColumns;
+      KeptX<V>::sum_step(x + step * 256, RowsShape<V>::kPitch, i % kColumns, c.lane, factors + step * Q::kStepFloats);
+    }
+  } else if constexpr (Q::kScalesRowsOfX) {
 #pragma unroll 1
     for (int r = c.warp; r < V::kBatch; r += kConsumerWarps) {
       uint8_t* row = x + r * RowsShape<V>::kPitch;
@@ -74,61 +85,94 @@ MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
   }
 }
 
-// The producer warps copy stages of x: each copies some rows two stages ahead, and converts them once they have landed.
-// False when the launch was aborted.
-template <class V, class C>
-MPK_DEVICE bool load_converted(C& c, const Job& job, uint8_t* stages, float* factors, const float* row_scales) {
+// The rows of x that a producer warp copies and prepares: every kProducerWarps'th, or every eight of these, whose sums
+// are found together.
+template <class V>
+struct OwnRows {
+  static constexpr int kTogether = XSteps<V>::kKeepsX ? 8 : 1;
+  int first;
+
+  MPK_DEVICE int count() const {
+    const int units = (V::kBatch + kTogether - 1) / kTogether;
+    return max((units - first + kProducerWarps - 1) / kProducerWarps, 0) * kTogether;
+  }
+  MPK_DEVICE int row(int i) const { return (first + i / kTogether * kProducerWarps) * kTogether + i % kTogether; }
+};
+
+// Starts to copy a stage's rows.
+template <class V>
+MPK_DEVICE void copy_stage(const Job& job, const OwnRows<V>& rows, uint8_t* stage, int chunk, int lane) {
+  using T = typename V::T;
+  constexpr int kVec = kVecSize<T>;
+  const int columns = min(V::kChunkSize, V::kSize - chunk * V::kChunkSize);
+  const T* x = V::x(job) + chunk * V::kChunkSize;
+  const bool is_aligned = reinterpret_cast<uint64_t>(x) % kAccessBytes == 0;  // a call's tensor may begin anywhere
+#pragma unroll 1
+  for (int i = 0; i < rows.count() && rows.row(i) < V::kBatch; i++) {
+    const T* from = x + rows.row(i) * V::kPitchX;
+    uint8_t* to = stage + rows.row(i) * RowsShape<V>::kPitch;
+    if (is_aligned) {
+      for (int p = lane; p < columns / kVec; p += 32) ptx::copy_async_16(to + p * 16, from + p * kVec);
+    } else {
+      for (int e = lane; e < columns; e += 32) reinterpret_cast<T*>(to)[e] = from[e];
+    }
+  }
+}
+
+// Converts a stage's rows, or finds their sums.
+template <class V>
+MPK_DEVICE void prepare_stage(const OwnRows<V>& rows, uint8_t* stage, float* factors, const float* row_scales,
+                              int steps, int lane) {
   using S = RowsShape<V>;
   using Q = QuantizedShape<V>;
-  using T = typename V::T;
-  constexpr int kVec = kVecSize<T>, kAhead = 2, kAtOnce = 2;
+  if constexpr (Q::kKeepsX) {
+#pragma unroll 1
+    for (int n = rows.first; n < S::kColumns; n += kProducerWarps)
+      for (int step = 0; step < steps; step++)
+        KeptX<V>::sum_step(stage + step * 256, S::kPitch, n, lane, factors + step * Q::kStepFloats);
+  } else {
+    constexpr int kAtOnce = 2;
+    convert_steps<V, kAtOnce>(
+        0, rows.count() * steps, 2 * kAtOnce, lane,
+        [&](int number) {
+          const int r = rows.row(number / steps), step = number % steps;
+          return XStep{stage + r * S::kPitch + step * 256, factors + step * Q::kStepFloats + r};
+        },
+        [&](int number, const float (&v)[8]) {
+          if constexpr (Q::kScalesRowsOfX) {
+            const float scale = row_scales[rows.row(number / steps)];
+            return XScale{scale, 1 / scale};
+          } else {
+            return scale_of_step<V>(v);
+          }
+        });
+  }
+}
+
+// The producer warps copy stages of x: each copies some rows two stages ahead, and prepares them once they have landed.
+// False when the launch was aborted.
+template <class V, class C>
+MPK_DEVICE bool load_prepared(C& c, const Job& job, uint8_t* stages, float* factors, const float* row_scales) {
+  using S = RowsShape<V>;
+  using Q = QuantizedShape<V>;
+  constexpr int kAhead = 2;
   const Chunks<V> chunks(c.worker(job));
-  const int first = c.warp - S::kWarps, rows = (V::kBatch - first + kProducerWarps - 1) / kProducerWarps;
-  const auto columns_of = [&](int chunk) { return min(V::kChunkSize, V::kSize - chunk * V::kChunkSize); };
+  const OwnRows<V> rows{c.warp - S::kWarps};
 #pragma unroll 1
   for (uint32_t turn = 0; turn < S::kChunks + kAhead; turn++) {
     if (turn < S::kChunks) {
-      const int chunk = chunks.at(turn);
       const StageState<V> place(c.stage + turn);
       if (!__all_sync(~0u, place.await_free(c))) return false;
-      const T* from = V::x(job) + first * V::kPitchX + chunk * V::kChunkSize;
-      uint8_t* to = stages + place.offset() + first * S::kPitch;
-      const bool is_aligned =
-          reinterpret_cast<uint64_t>(from) % kAccessBytes == 0;  // a call's tensor may begin anywhere
-#pragma unroll 1
-      for (int row = 0; row < rows; row++) {
-        if (is_aligned) {
-          for (int p = c.lane; p < columns_of(chunk) / kVec; p += 32) ptx::copy_async_16(to + p * 16, from + p * kVec);
-        } else {
-          for (int e = c.lane; e < columns_of(chunk); e += 32) reinterpret_cast<T*>(to)[e] = from[e];
-        }
-        from += kProducerWarps * V::kPitchX;
-        to += kProducerWarps * S::kPitch;
-      }
+      copy_stage<V>(job, rows, stages + place.offset(), chunks.at(turn), c.lane);
     }
     ptx::commit_copies();
     if (turn < kAhead) continue;
     ptx::await_copies<kAhead>();
     __syncwarp();
     const StageState<V> place(c.stage + turn - kAhead);
-    const int steps = columns_of(chunks.at(turn - kAhead)) / Q::kStep;
-    uint8_t* stage = stages + place.offset();
+    const int columns = min(V::kChunkSize, V::kSize - chunks.at(turn - kAhead) * V::kChunkSize);
     float* own = factors + place.number % S::kStagesHeld * (Q::kChunkSteps * Q::kStepFloats);
-    const auto row_of = [&](int number) { return first + number / steps * kProducerWarps; };
-    convert_steps<V, kAtOnce>(
-        0, rows * steps, 2 * kAtOnce, c.lane,
-        [&](int number) {
-          const int r = row_of(number), step = number % steps;
-          return XStep{stage + r * S::kPitch + step * 256, own + step * Q::kStepFloats + r};
-        },
-        [&](int number, const float (&v)[8]) {
-          if constexpr (Q::kScalesRowsOfX) {
-            const float scale = row_scales[row_of(number)];
-            return XScale{scale, 1 / scale};
-          } else {
-            return scale_of_step<V>(v);
-          }
-        });
+    prepare_stage<V>(rows, stages + place.offset(), own, row_scales, columns / Q::kStep, c.lane);
     ptx::mbar_arrive(&c.stages().full[place.barrier()]);
   }
   return true;
@@ -211,8 +255,8 @@ struct QuantizedProducts {
 
   template <class C>
   MPK_DEVICE bool produce(C& c, const Job& job, uint8_t* stages) const {
-    return load_converted<V>(c, job, stages, reinterpret_cast<float*>(staged + Q::kFactorsOffset),
-                             reinterpret_cast<const float*>(staged + Q::kRowScalesOffset));
+    return load_prepared<V>(c, job, stages, reinterpret_cast<float*>(staged + Q::kFactorsOffset),
+                            reinterpret_cast<const float*>(staged + Q::kRowScalesOffset));
   }
 
   template <int count>
@@ -220,13 +264,8 @@ struct QuantizedProducts {
                       const uint8_t* const (&lower)[count], const uint8_t* x, uint32_t chunk, uint32_t block,
                       int lane) const {
     constexpr int kColumns = S::kColumns, kGroups = Q::kStep / Q::kGroup, kSlices = Q::kGroup / 32;  // of 32 columns
-    BlockWeights<V, count> weights(upper, lower, lane);
-    const uint32_t row = lane % 8, matrix = lane / 8;
-    // Rows of x that there are not repeat the last: their products go nowhere.
-    ptx::SharedAddress rows_of_x[kColumns];
-#pragma unroll
-    for (int n = 0; n < kColumns; n++)
-      rows_of_x[n] = ptx::smem_addr(x) + min(8 * n + row, uint32_t(V::kBatch - 1)) * S::kPitch + matrix * 16;
+    BlockWeights<V, count, Q::kKeepsX> weights(upper, lower, lane);
+    using Number = typename Choose<Q::kKeepsX, typename V::T, __half>::Type;
     const int first = chunk * Q::kChunkSteps, steps = min(Q::kChunkSteps, Q::kSteps - first);
     const int kept = V::kStaged ? first : static_cast<int>(x - staged) / S::kStageBytes * Q::kChunkSteps;
     const float* of_x =
@@ -237,18 +276,17 @@ struct QuantizedProducts {
       for (int group = 0; group < kGroups; group++) {
         SumFragment products[count][kColumns] = {};
         const auto multiply = [&](int i, int is_odd) {
-          ptx::Quad columns[kColumns];
+          ptx::Pair columns[kColumns][2];
 #pragma unroll
-          for (int n = 0; n < kColumns; n++) columns[n] = ptx::load_matrices(rows_of_x[n] + (step * 4 + i) * 64);
+          for (int n = 0; n < kColumns; n++) load_x(x, step * 4 + i, n, lane, columns[n]);
 #pragma unroll
           for (int j = 0; j < count; j++) {
-            ptx::Quad halves[2];
-            weights.load(i, is_odd, j, halves);
+            ptx::Quad rows[2];
+            weights.load(i, is_odd, j, rows);
 #pragma unroll
             for (int k = 0; k < 2; k++)
 #pragma unroll
-              for (int n = 0; n < kColumns; n++)
-                ptx::mma<__half>(products[j][n], halves[k], {columns[n].v[2 * k], columns[n].v[2 * k + 1]});
+              for (int n = 0; n < kColumns; n++) ptx::mma<Number>(products[j][n], rows[k], columns[n][k]);
           }
         };
         if constexpr (V::kWeightBits == 4 && kSlices > 2) {  // unrolled, they would take more registers than there are
@@ -268,20 +306,33 @@ struct QuantizedProducts {
   }
 
  private:
+  // 32 columns of eight rows of x, for two products. Missing rows repeat the last: their products go nowhere.
+  MPK_DEVICE static void load_x(const uint8_t* x, int i, int n, int lane, ptx::Pair (&columns)[2]) {
+    if constexpr (Q::kKeepsX) {
+      KeptX<V>::load(x, S::kPitch, i, n, lane, columns);
+    } else {
+      const uint32_t row = min(8 * n + lane % 8, V::kBatch - 1);
+      const ptx::Quad both = ptx::load_matrices(ptx::smem_addr(x) + row * S::kPitch + lane / 8 * 16 + i * 64);
+      columns[0] = {both.v[0], both.v[1]}, columns[1] = {both.v[2], both.v[3]};
+    }
+  }
+
   // A group's products, to the sums of a block. `of_x`: what stands of x's step, in which the group has number `part`.
   MPK_DEVICE void add_scaled(SumFragment (&sums)[S::kColumns], const SumFragment (&products)[S::kColumns],
                              const float* of_x, int part, uint32_t block, int group, int lane) const {
     float scale[2], offset[2];
     BoxScales<V>::find(scale, offset, scales, block * S::kBoxesOfBlock, group, lane);
+    if constexpr (Q::kKeepsX)
+      for (int i = 0; i < 2; i++) offset[i] = fmaf(-FourBits<typename V::T>::kAbove, scale[i], offset[i]);
 #pragma unroll
     for (int n = 0; n < S::kColumns; n++) {
-      const float2 factors = *reinterpret_cast<const float2*>(of_x + 8 * n);
-      if constexpr (V::kZero == kNoZero) {
+      const float2 factors = Q::kKeepsX ? float2{1, 1} : *reinterpret_cast<const float2*>(of_x + 8 * n);
+      if constexpr (V::kZero == kNoZero && !Q::kKeepsX) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
           sums[n][i] = fmaf(products[n][i], (i % 2 == 0 ? factors.x : factors.y) * scale[i / 2], sums[n][i]);
       } else {
-        const float2 of_group = *reinterpret_cast<const float2*>(of_x + (1 + part) * Q::kFactorRows + 8 * n);
+        const float2 of_group = *reinterpret_cast<const float2*>(of_x + Q::kFirstSums + part * Q::kFactorRows + 8 * n);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float added = (i % 2 == 0 ? of_group.x : of_group.y) * offset[i / 2];

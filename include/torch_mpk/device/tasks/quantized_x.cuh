@@ -1,11 +1,13 @@
 // How x becomes float16 for products with quantised weights: the e4m3 numbers that it is quantised to, or its own
-// numbers over a power of two. Both factors are exact.
+// numbers over a power of two. Both factors are exact. With weights of 4 bits x is kept, unless it is quantised, and
+// there are only sums of its columns to find.
 //
 // Columns stand in the order in which a lane has weights, see quantized_weights.cuh: of each 16, words 0, 2, 4, 6, 1,
 // 3, 5, 7; or, with weights of 4 bits, of each 32 first columns 0 and 4 of all eights, then 1 and 5, 2 and 6, 3 and 7.
 #pragma once
 
-#include "torch_mpk/device/tasks/quantized_format.cuh"
+#include "torch_mpk/device/fragment.cuh"
+#include "torch_mpk/device/tasks/quantized_weights.cuh"
 
 namespace mpk::linear {
 
@@ -17,9 +19,47 @@ struct XSteps {
   static_assert(kGroup % 32 == 0 && V::kScaleColumns % kGroup == 0);
   static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep || V::kXScaleColumns == V::kSize);
   static constexpr bool kScalesRowsOfX = V::kGivenXScale || V::kXScaleColumns > kStep;
+  static constexpr bool kKeepsX = V::kWeightBits == 4 && V::kXScaleColumns == 0;
   static constexpr int kFactorRows = (V::kXRows + 7) / 8 * 8;  // of x, as many as are multiplied
-  // Of a step stand side by side the factors of all rows, and where there are zero points the sums of each group.
-  static constexpr int kStepFloats = kFactorRows * (V::kZero != kNoZero ? 1 + kStep / kGroup : 1);
+  // A step has the factors of all rows, unless x is kept; then, where they are needed, the sums of each group.
+  static constexpr int kFirstSums = kKeepsX ? 0 : kFactorRows;
+  static constexpr int kStepFloats = kFirstSums + (kKeepsX || V::kZero != kNoZero ? kStep / kGroup * kFactorRows : 0);
+};
+
+// An x that is kept. `rows`: its first row, the next rows `pitch` bytes behind; missing rows repeat the last.
+template <class V>
+struct KeptX {
+  using Q = XSteps<V>;
+  using T = typename V::T;
+
+  // A lane's eight neighbours of 32 columns.
+  MPK_DEVICE static uint4 neighbours(const uint8_t* rows, int pitch, int i, int n, int lane) {
+    const uint32_t row = min(8 * n + lane / 4, V::kBatch - 1);
+    return *reinterpret_cast<const uint4*>(rows + row * pitch + i * 64 + lane % 4 * 16);
+  }
+  // The same in the order of weights, for two products.
+  MPK_DEVICE static void load(const uint8_t* rows, int pitch, int i, int n, int lane, ptx::Pair (&pairs)[2]) {
+    const uint4 words = neighbours(rows, pitch, i, n, lane);
+    pairs[0] = {ptx::choose_bytes(words.x, words.z, 0x5410), ptx::choose_bytes(words.x, words.z, 0x7632)};
+    pairs[1] = {ptx::choose_bytes(words.y, words.w, 0x5410), ptx::choose_bytes(words.y, words.w, 0x7632)};
+  }
+  // Finds the sums of a step's groups for eight rows, as products with ones.
+  MPK_DEVICE static void sum_step(const uint8_t* rows, int pitch, int n, int lane, float* to) {
+    constexpr uint32_t kOnes = FourBits<T>::kOnes;
+    constexpr int kSlices = Q::kGroup / 32;
+#pragma unroll
+    for (int group = 0; group < Q::kStep / Q::kGroup; group++) {
+      SumFragment sums[2] = {};
+#pragma unroll
+      for (int i = 0; i < kSlices; i++) {
+        const uint4 words = neighbours(rows, pitch, group * kSlices + i, n, lane);
+        ptx::mma<T>(sums[0], {kOnes, kOnes, kOnes, kOnes}, {words.x, words.y});
+        ptx::mma<T>(sums[1], {kOnes, kOnes, kOnes, kOnes}, {words.z, words.w});
+      }
+      float2* place = reinterpret_cast<float2*>(to + group * Q::kFactorRows + 8 * n);
+      if (lane < 4) place[lane] = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
+    }
+  }
 };
 
 // Converts two floats to float16, rounded to e4m3 if x is quantised.
