@@ -92,6 +92,33 @@ def test_experts(sizes: tuple[int, ...], workers: int, names: list[str], dtype: 
         torch.testing.assert_close(made[0].double(), expected, rtol=2e-2, atol=3e-2)
 
 
+FULL_SLOT = 1  # of Waiting
+
+
+def test_a_stall_names_the_tile_of_an_expert() -> None:
+    """The weights of one tile do not come; which expert's it is follows from the launch's ids."""
+    (rows, choices, num, width, inner), workers, names = CASES[0]
+    ids = chosen_ids(rows, choices, num, "random")
+    x, residual = torch.randn(2, rows, width).bfloat16()
+    weights, gate_up, down = (torch.randn(s) for s in ((rows, choices), (num, 2 * inner, width), (num, width, inner)))
+    operands = in_place([x, ids, weights.bfloat16(), gate_up.bfloat16(), down.bfloat16(), residual])
+    lowered = lowered_call(experts, operands)
+    kernel = emulate(lowered.graph, workers=workers)
+    assert kernels(kernel.schedule) == names
+    expert, tile = int(ids[0, -1]), 3
+    for phase, matrices, rows_of_tile in ((0, operands[3], 8), (1, operands[4], 16)):  # of the gate, and down
+        stalled = []
+        for worker in range(workers):  # one of which has the tile
+            kernel.fault.place, kernel.fault.cta = matrices[expert, rows_of_tile * tile].data_ptr(), worker
+            kernel.launch(operands, fresh(lowered), watchdog_ns=2 * 10**8)
+            records = kernel.control[kernel.program.stalls_offset :].view(torch.int32).view(-1, 10).tolist()
+            if kernel.host_abort[0]:
+                stalled.append(records[worker])
+            kernel.repair()
+        [(_, in_phase, _, waiting, *_, found, found_tile)] = stalled
+        assert (in_phase, waiting, found - 1, found_tile) == (phase, FULL_SLOT, expert, tile)
+
+
 @pytest.mark.parametrize(("rows", "num", "choices"), thinned([(1, 64, 8), (5, 128, 8), (3, 8, 2)], 1))
 def test_routers(rows: int, num: int, choices: int) -> None:
     logits = torch.randn(rows, num).bfloat16()

@@ -36,16 +36,16 @@ class Launches:
         self.kernel.launch(self.inputs, self.outputs, watchdog_ns=watchdog_ns)
 
     def check_given_up(self) -> list[list[int]]:
-        """Returns the workers' stall records without the first word, which says that there is one."""
+        """Returns the workers' stall records without the first word, the number of the warp that wrote it."""
         kernel = self.kernel
         assert kernel.host_abort[0] == 1
         assert all(out.isnan().all() for out in self.outputs)
         for x, before in zip(self.inputs, self.before, strict=True):
             assert x.is_floating_point() or torch.equal(x, before), "a launch that was given up advanced a counter"
         assert kernel.control.view(torch.int32)[1:4].tolist() == [0, 1, 0]  # exited, aborted, started
-        records = kernel.control[kernel.program.stalls_offset :].view(torch.int32).view(-1, 8)[:WORKERS].tolist()
-        assert all(valid in (0, 1) for valid, *_ in records)
-        return [record for valid, *record in records if valid]
+        records = kernel.control[kernel.program.stalls_offset :].view(torch.int32).view(-1, 10)[:WORKERS].tolist()
+        assert all(0 <= writer <= kernel.program.num_threads // 32 for writer, *_ in records)
+        return [record for writer, *record in records if writer]
 
     def restore(self) -> None:
         """As before any launch, with nothing spoilt."""

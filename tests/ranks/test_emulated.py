@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     kernel = team.kernels[0]
     assert kernel.host_abort[0] == 1
     assert all(out.isnan().all() for out in team.outputs[0])
-    records = kernel.control[kernel.program.stalls_offset :].view(torch.int32).view(-1, 8)[:3].tolist()
+    records = kernel.control[kernel.program.stalls_offset :].view(torch.int32).view(-1, 10)[:3].tolist()
     assert (RANK, 1) in [(record[3], record[4]) for record in records if record[0]]
     assert team.boxes[1].view(torch.int32)[0] == 1, "rank 1 is not told"
     team.launch(skipped=[0], watchdog_ns=10**12)  # gives up at once

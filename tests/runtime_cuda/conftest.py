@@ -62,7 +62,7 @@ def make_program() -> Callable[..., SimpleNamespace]:
             "smem_bytes": 200_000,
             "workspace_bytes": 1024,
             "control_bytes": 512,
-            "stalls_offset": 384,
+            "stalls_offset": 288,
             "stamps_offset": 0,
             "num_inputs": 2,
             "num_outputs": 1,

@@ -38,7 +38,7 @@ def abort(fake, stalls: dict[int, tuple[int, ...]]) -> Launch:
     """Do what a kernel does that gives up: records, the control block's flag, the host's flag."""
     launch = Launch(fake)
     for worker, record in stalls.items():
-        poke(launch.control + 384 + 32 * worker, *record)
+        poke(launch.control + 288 + 40 * worker, *record)
     poke(launch.control, 7, 0, 1)  # epoch, exited, aborted
     poke(launch.host_abort, 1)
     return launch
@@ -191,25 +191,27 @@ def test_maps_that_cannot_be_made_are_an_error_of_this_call_alone(fake, make_exe
 
 
 def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executable):
-    executable = make_executable()
+    executable = make_executable(num_workers=5)
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     launch = abort(
         fake,
         {
             0: (1, 2, 0, 0, 1, 3, 4, 17),
-            1: (1, 2, 0, 0, 1, 3, 4, 17),
-            2: (1, 1, 1, 2, 6, 8, 9, 5),
+            1: (3, 2, 0, 0, 1, 3, 4, 17),  # another warp was the first to notice
+            2: (9, 1, 1, 2, 6, 8, 9, 5),
+            3: (2, 1, 0, 1, 6, 0, 0, 21, 18, 3),
         },
     )
     with pytest.raises(MegakernelTimeout, match="mpk_kernel on Fake GPU made no progress for 2 s") as info:
         executable.run(INPUTS, OUTPUTS, [0], STREAM)
     assert fake.num_launches == 1
-    table = [" ".join(line.split()) for line in str(info.value).splitlines()[1:5]]
+    table = [" ".join(line.split()) for line in str(info.value).splitlines()[1:6]]
     assert table == [
         "workers in phase role waits for seen expected entry",
         "0-1 2 attention consumer event of phase 1 qkv 3 4 17",
         "2 1 qkv loader free ring slot 6 8 9 5",
-        "3 - - nothing: left when it saw the abort - - -",
+        "3 1 qkv consumer full ring slot 6, for tile 3 of expert 17 0 0 21",
+        "4 - - nothing: left when it saw the abort - - -",
     ]
     assert ctypes.string_at(launch.control, 512) == bytes(512)
     executable.check()

@@ -19,7 +19,7 @@ struct Watchdog {
 // Describes what the warp waited for.
 MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uint32_t event, uint32_t seen,
                              uint32_t expected, uint32_t entry) {
-  return {1, phase, role, waiting, event, seen, expected, entry};
+  return {0, phase, role, waiting, event, seen, expected, entry, 0, 0};
 }
 
 // Whether the launch must be aborted. `since`: when the wait was first seen, or 0.
@@ -35,7 +35,8 @@ MPK_DEVICE bool is_over(const Watchdog& dog, uint64_t& since) {
 MPK_OUT_OF_LINE void do_abort(const Watchdog& dog, StallRecord now) {
   // The CTA's first warp to notice records it. A loader without a free slot only shows that consumers wait for
   // something else.
-  if (now.waiting != Waiting::kFreeSlot && atomicExch(&dog.stall->valid, 1u) == 0) *dog.stall = now;
+  now.writer = ptx::thread_index() / 32 + 1;
+  if (now.waiting != Waiting::kFreeSlot && atomicCAS(&dog.stall->writer, 0u, now.writer) == 0) *dog.stall = now;
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
 }

@@ -17,7 +17,7 @@
 
 __thread uint3 threadIdx, blockIdx;
 
-// Faults of launches, set by tests: a signal or result that a CTA stores is lost or late.
+// Faults of launches, set by tests: a signal or result that a CTA stores is lost or late, or a copy from there is late.
 extern "C" {
 EMULATOR_EXPORT struct {
   const void* place;  // its place; null: no fault
@@ -58,6 +58,7 @@ struct Fiber {
 
 struct Copy {
   void* dst;
+  const void* src;
   std::vector<uint8_t> data;
   uint64_t* bar;
 };
@@ -126,7 +127,15 @@ void resume(int thread) {
   setcontext(&f.start);
 }
 
+bool is_aborted() {
+  const auto* params = static_cast<const mpk::LaunchParams*>(cta->launch.block);
+  return __atomic_load_n(&params->control->aborted, __ATOMIC_ACQUIRE) != 0;
+}
+
+bool is_faulty(const void* place) { return place == emulated_fault.place && blockIdx.x == emulated_fault.cta; }
+
 void land(size_t i) {
+  if (is_faulty(cta->in_flight[i].src) && !is_aborted()) return;
   std::swap(cta->in_flight[i], cta->in_flight.back());
   const Copy copy = std::move(cta->in_flight.back());
   cta->in_flight.pop_back();
@@ -259,14 +268,14 @@ void copy_async(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
   require_aligned(src);
   require_aligned(dst);
   const uint8_t* from = static_cast<const uint8_t*>(src);
-  cta->in_flight.push_back({dst, {from, from + bytes}, bar});
+  cta->in_flight.push_back({dst, src, {from, from + bytes}, bar});
   std::memset(dst, 0xff, bytes);
 }
 void copy_thread(void* dst, const void* src, uint32_t bytes) {
   require_aligned(src);
   require_aligned(dst);
   const uint8_t* from = static_cast<const uint8_t*>(src);
-  cta->fibers[threadIdx.x].copies.push_back({dst, {from, from + bytes}, nullptr});
+  cta->fibers[threadIdx.x].copies.push_back({dst, src, {from, from + bytes}, nullptr});
   std::memset(dst, 0xff, bytes);
 }
 void commit_copies() { cta->fibers[threadIdx.x].groups.push_back(cta->fibers[threadIdx.x].copies.size()); }
@@ -294,10 +303,9 @@ void land_stores() {
 }
 
 bool at_fault(const void* p) {
-  if (p != emulated_fault.place || blockIdx.x != emulated_fault.cta) return false;
+  if (!is_faulty(p)) return false;
   if (emulated_fault.is_late == 0) return true;
-  const auto* params = static_cast<const mpk::LaunchParams*>(cta->launch.block);
-  while (__atomic_load_n(&params->control->aborted, __ATOMIC_ACQUIRE) == 0) std::this_thread::yield();
+  while (!is_aborted()) std::this_thread::yield();
   return false;
 }
 

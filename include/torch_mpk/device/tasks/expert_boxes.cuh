@@ -100,6 +100,17 @@ MPK_DEVICE RowFragment read_box(const uint8_t* slot, int step, int lane) {
   return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + kLowerRows<V>)};
 }
 
+// Has the report of a stall name the tile whose box this warp has waited for in vain. Only the launch knows it.
+template <class V, class C>
+MPK_DEVICE void report_tile(const C& c, const Pairs<V>& pairs, uint32_t row) {
+  StallRecord* stall = c.shared.watchdog.stall;
+  __syncwarp();  // any lane may have written it
+  const uint32_t thread = ptx::thread_index();
+  if (thread % 32 != 0 || stall->writer != thread / 32 + 1) return;
+  stall->expert = pairs.expert + 1;
+  stall->tile = row / kTileSize<V>;
+}
+
 // Multiplies a tile with all pairs. Its boxes stand `stride` entries apart, from `entry` on. False when the launch was
 // aborted.
 template <class V, class C>
@@ -132,6 +143,7 @@ MPK_DEVICE void compute_boxes(C& c, const Job& job) {
         const Turns<V> turns{num_tiles};
         const uint32_t entry = c.entry + turns.entry_of(tile, 0), stride = turns.tiles_of(tile / turns.kWarps);
         c.failed = !multiply_boxes<V>(c, job, pairs, row, entry, stride);
+        if (c.failed) report_tile(c, pairs, row);
         return !c.failed;
       });
   c.entry += num_tiles * kBoxesOfTile<V>;
