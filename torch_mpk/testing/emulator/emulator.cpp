@@ -20,8 +20,8 @@ __thread uint3 threadIdx, blockIdx;
 // Faults of launches, set by tests: a signal or result that a CTA stores is lost or late, or a copy from there is late.
 extern "C" {
 EMULATOR_EXPORT struct {
-  const void* place;  // its place; null: no fault
-  uint32_t cta;
+  const void* place;   // its place; null: no fault
+  uint32_t cta;        // all ones: any
   uint32_t is_late;    // late until another CTA has aborted; otherwise lost
   uint32_t queued_ms;  // how long the CTA waits for a multiprocessor
 } emulated_fault = {};
@@ -132,7 +132,9 @@ bool is_aborted() {
   return __atomic_load_n(&params->control->aborted, __ATOMIC_ACQUIRE) != 0;
 }
 
-bool is_faulty(const void* place) { return place == emulated_fault.place && blockIdx.x == emulated_fault.cta; }
+bool is_faulty(const void* place) {
+  return place == emulated_fault.place && (emulated_fault.cta == ~0u || blockIdx.x == emulated_fault.cta);
+}
 
 void land(size_t i) {
   if (is_faulty(cta->in_flight[i].src) && !is_aborted()) return;
