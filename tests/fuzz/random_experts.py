@@ -270,7 +270,10 @@ class ExpertProgram:
             exact = exact + given["down_bias"][ids]
             scale = scale + given["down_bias"][ids].abs()
         total = (exact * scores.unsqueeze(-1)).sum(1)
-        allowed = (scale * scores.abs().unsqueeze(-1)).square().sum(1).sqrt()
+        # A choice that a row makes again has the same product, and so the same error.
+        chosen = F.one_hot(ids, self.experts).double()
+        shares = torch.einsum("rce,rc->re", chosen, scores.abs()) / chosen.sum(1).sqrt()
+        allowed = (scale * shares.gather(1, ids).unsqueeze(-1)).square().sum(1).sqrt()
         unit = torch.finfo(self.dtype).eps * (self.hidden**0.5 if self.dtype == torch.float32 else 1)
         return _unlike("results", y, total, MARGIN * unit * (1 + allowed))
 
