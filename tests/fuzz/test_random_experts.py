@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
 from collections.abc import Callable
 
@@ -37,8 +38,12 @@ def test_programs_are_right(way: Callable, num_programs: int) -> None:
 @pytest.mark.gpu
 def test_kernels_are_right() -> None:
     first = random.randrange(1 << 30)
-    for seed in range(first, first + 20):
-        check(ExpertProgram.draw(random.Random(seed)), by_stages, "cuda", seed)
+    for seed in range(first, first + int(os.environ.get("FUZZED_PROGRAMS", "20"))):
+        program = ExpertProgram.draw(random.Random(seed))
+        try:
+            check(program, by_stages, "cuda", seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {program}") from error
 
 
 def other_experts(y: Tensor, ids: Tensor, scores: Tensor) -> None:

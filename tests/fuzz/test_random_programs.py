@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_emulated_kernels_of_programs_that_were_wrong_once(seed: int) -> None:
 
 
 @pytest.mark.gpu
-@settings(max_examples=30, **RANDOM)
+@settings(max_examples=int(os.environ.get("FUZZED_PROGRAMS", "30")), **RANDOM)
 @given(st.one_of(PROGRAMS, INTEGERS))
 def test_kernels_compute_what_eager_does(program: Program | IntegerProgram) -> None:
     check(program, by_stages, "cuda")
