@@ -166,7 +166,8 @@ def measure(folders: list[Path], case: str, args: argparse.Namespace, ceiling: f
             ms = statistics.median(step.ms(executable) for _ in range(args.steps))
             launches = executable.stop_recording()
             device = torch.device("cuda", 0)
-            recording = Recording.read(case, device, kernel.phase_names, kernel.phase_bytes, launches)
+            phases = kernel.phase_names, kernel.phase_bytes
+            recording = Recording.read(case, device, *phases, launches, experts=kernel.phase_experts)
             args.log(f"{ms:.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
 
 

@@ -10,7 +10,7 @@
 
 namespace mpk {
 
-// Bytes of PhaseTimes[num_workers][num_phases] for each launch, and behind them those of `waited`.
+// Bytes of PhaseTimes[num_workers][num_phases] for each launch, and behind them those of `waited` and `pairs`.
 inline std::vector<pybind11::bytes> as_bytes(const std::vector<LaunchTimes>& launches) {
   std::vector<pybind11::bytes> all;
   const auto append = [](std::string& bytes, const auto& items) {
@@ -20,6 +20,7 @@ inline std::vector<pybind11::bytes> as_bytes(const std::vector<LaunchTimes>& lau
     std::string bytes;
     append(bytes, times.phases);
     append(bytes, times.waited);
+    append(bytes, times.pairs);
     all.emplace_back(bytes);
   }
   return all;

@@ -44,11 +44,13 @@ class TaskTimes:
         tasks: their names, and the last parts of the module paths that they come from.
         num_phases: how many there are.
         us: microseconds of all of them.
-        num_bytes: what their loaders bring, or where there is nothing to load, what the tasks read and write.
+        num_bytes: what their loaders bring, or where there is nothing to load, what the tasks read and write, and of
+            experts those that were chosen, if that is known.
         parts: of one phase, "join": waiting for the worker's own warps; "wait": for earlier phases; "stage": loading
             activations to shared memory, with the wait for those that are polled, and pushing them to other ranks;
             "compute": the rest.
         ranks: of one phase, microseconds of "compute" spent waiting for each other rank, by its number in the group.
+        experts: of one phase, how many experts the rows chose, the mean; 0 where it has none, or that is not known.
     """
 
     tasks: str
@@ -57,6 +59,7 @@ class TaskTimes:
     num_bytes: int
     parts: Mapping[str, Spread]
     ranks: Mapping[int, Spread] = field(default_factory=dict)
+    experts: float = 0
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,8 @@ def record(run: Callable[[], object]) -> list[Recording]:
 def _recording(segment: CompiledSegment, launches: Sequence[bytes]) -> Recording:
     described: Any = segment.plan.kernel or segment.plan.schedule
     name = f"megakernel {segment.name}"
-    ranks = segment.executable.ranks
-    return Recording.read(name, segment.device, described.phase_names, described.phase_bytes, launches, ranks)
+    names, num_bytes, executable = described.phase_names, described.phase_bytes, segment.executable
+    return Recording.read(name, segment.device, names, num_bytes, launches, executable.ranks, executable.phase_experts)
 
 
 def write(recordings: Sequence[Recording], path: Path, is_compressed: bool) -> None:
@@ -196,7 +199,8 @@ def kernel_times(recording: Recording, speed: float | None) -> KernelTimes:
         parts = dict(zip(PARTS, _spreads(us[:, phases].mean(1)), strict=True))
         ranks = {rank: spread for rank, spread in enumerate(_spreads(waited[:, phases].mean(1))) if spread.most}
         total = float(us[:, phases].sum((1, 2)).mean())
-        tasks.append(TaskTimes(kinds, len(phases), total, int(num_bytes[phases].sum()), parts, ranks))
+        experts = float(recording.chosen[:, phases].double().mean())
+        tasks.append(TaskTimes(kinds, len(phases), total, int(num_bytes[phases].sum()), parts, ranks, experts))
     device = recording.device
     took = float((recording.ends - recording.begins).double().median()) / 1e3
     return KernelTimes(f"{recording.name} on {device}", len(recording.times), took, tasks, speed)
@@ -211,6 +215,10 @@ def _spreads(times: torch.Tensor) -> list[Spread]:
 def _short(number: float) -> str:
     """In four characters, but for large ones."""
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) < width else f"{text[: width - 2]}…"
 
 
 def _lines(kernel: KernelTimes) -> Iterator[str]:
@@ -228,11 +236,13 @@ def _lines(kernel: KernelTimes) -> Iterator[str]:
     for task in kernel.tasks:
         share = kernel.share(task.num_bytes, task.us)
         speed = f"{share:>8.1%}" if share is not None else f"{'-':>8}"
-        name = task.tasks if len(task.tasks) < width else f"{task.tasks[: width - 2]}…"
         numbers = f"{task.num_phases:>4}{_short(task.us):>8}{_short(task.num_bytes / 1e6):>8}{speed}"
-        yield f"{name:{width}}{numbers}" + "".join(f"{task.parts[part]!s:>12}" for part in PARTS)
+        yield f"{_cut(task.tasks, width):{width}}{numbers}" + "".join(f"{task.parts[part]!s:>12}" for part in PARTS)
     totals = ((part, sum(task.num_phases * task.parts[part].mean for task in kernel.tasks)) for part in PARTS)
     yield "of a launch, us: " + ", ".join(f"{part} {total:.1f}" for part, total in totals)
+    for task in kernel.tasks:
+        if task.experts:
+            yield f"of a phase of {_cut(task.tasks, columns - 40)}: {task.experts:.1f} experts chosen"
     waits = [(rank, spread, task) for task in kernel.tasks for rank, spread in task.ranks.items()]
     for rank in sorted({rank for rank, *_ in waits}):
         own = [(task.num_phases, spread) for other, spread, task in waits if other == rank]

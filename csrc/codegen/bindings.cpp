@@ -44,6 +44,12 @@ void bind_program(py::module_& m) {
       .def_readonly("input_alignment", &CudaProgram::input_alignment)
       .def_readonly("phase_names", &CudaProgram::phase_names)
       .def_readonly("phase_bytes", &CudaProgram::phase_bytes)
+      .def_property_readonly("phase_experts",
+                             [](const CudaProgram& p) {
+                               std::vector<std::vector<int64_t>> experts;  // lists, as those of a kernel that was kept
+                               for (const auto& [number, bytes] : p.phase_experts) experts.push_back({number, bytes});
+                               return experts;
+                             })
       .def_readonly("ranks", &CudaProgram::ranks)
       .def_readonly("group", &CudaProgram::group)
       .def_readonly("exchange_key", &CudaProgram::exchange_key)

@@ -37,13 +37,15 @@ void check_launch(const KernelContext& context) {
                       " outputs, whose pointers do not fit the " + str(kMaxLaunchBytes) + " bytes of a launch");
 }
 
-// Writes every job's code and table row.
-Table emit_jobs(KernelContext& context, Variants& variants, bool named) {
+// Writes every job's code and table row, and which experts each phase chooses from.
+Table emit_jobs(KernelContext& context, Variants& variants, bool named, std::vector<ExpertStack>& phase_experts) {
   TableWriter table(context);
   for (size_t p = 0; p < context.schedule.phases.size(); p++) {
     table.begin_phase(static_cast<int>(p));
+    ExpertStack& experts = phase_experts.emplace_back();
     for (const Job& job : context.schedule.phases[p].jobs) {
       const JobCode code = emit_job({context, static_cast<int>(p), job});
+      experts = {std::max(experts.first, code.experts.first), experts.second + code.experts.second};
       const uint32_t variant = variants.number_of(code);
       table.add_job(job, code, variant);
       if (named) variants.add_comment(variant, job_comment(context, p, job));
@@ -64,7 +66,7 @@ int compiled_for(const KernelContext& context) {
 
 // Lays out the memory that outlives a launch.
 Offsets place_state(const KernelContext& context, bool profiled, CudaProgram& program) {
-  Offsets offsets;
+  Offsets offsets = {};
   offsets.events = kEventsOffset;
   offsets.tickets = tickets_offset(program.num_phases);
   offsets.polled = (context.schedule.workspace_bytes + kPolledAlignment - 1) / kPolledAlignment * kPolledAlignment;
@@ -76,6 +78,10 @@ Offsets place_state(const KernelContext& context, bool profiled, CudaProgram& pr
     program.control_bytes +=
         kLaunchesKept * (launch_stamps_bytes(program.num_workers, program.num_phases) +
                          rank_stamps_bytes(program.num_workers, program.num_phases, program.ranks));
+    if (const int64_t experts = most_experts(program.phase_experts)) {
+      offsets.pairs = program.control_bytes;
+      program.control_bytes += kLaunchesKept * pair_stamps_bytes(program.num_phases, experts);
+    }
   }
   return offsets;
 }
@@ -89,8 +95,8 @@ CudaProgram generate_cuda(const Schedule& schedule, bool profiled, bool named) {
   KernelContext context(schedule);
   check_launch(context);
   Variants variants;
-  Table table = emit_jobs(context, variants, named);
   CudaProgram program;
+  Table table = emit_jobs(context, variants, named, program.phase_experts);
   program.kernel_name = "torch_mpk_kernel";
   program.arch = compiled_for(context);
   program.num_workers = schedule.target.num_workers;

@@ -11,6 +11,7 @@
 #include "../schedule/kernel.h"
 #include "context.h"
 #include "torch_mpk/abi/table.h"
+#include "torch_mpk/graph/experts.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk::codegen {
@@ -30,6 +31,7 @@ struct JobCode {
   uint32_t num_small_workers = 0;  // nonzero: so few workers suffice, and the next job may begin with another worker
   bool loads_early = false;        // `load` itself awaits results of the launch, after loads that need none
   bool has_stages = false;         // producer warps stage for the others, see StageBarriers in device/launch.cuh
+  ExpertStack experts = {};        // that it chooses from, if `body` has what experts::note_pairs takes
   const Kernel* kernel = nullptr;  // which wrote this; set by emit_job
 };
 

@@ -36,7 +36,7 @@ class Variants {
 
 // Offsets in the control block and in the workspace.
 struct Offsets {
-  int64_t events, tickets, polled;
+  int64_t events, tickets, polled, pairs;  // the last: 0 where pairs of experts are not counted
 };
 
 std::string kernel_source(const KernelContext& context, const Variants& variants, const Table& table,

@@ -159,7 +159,10 @@ void bind_cpu(py::module_& m) {
           "stop_recording", [](CpuExecutable& self) { return as_bytes(stop_recording(self)); },
           "PhaseTimes[num_workers][num_phases] of each run since start_recording, and behind them, where ranks "
           "exchange, "
-          "int64[num_workers][num_phases][ranks]: nanoseconds for which a worker has waited for each rank.")
+          "int64[num_workers][num_phases][ranks]: nanoseconds for which a worker has waited for each rank. Where there "
+          "are experts, int64[num_phases][experts of the phase with most] is last: pairs of a row and a choice.")
+      .def_property_readonly("phase_experts", &CpuExecutable::phase_experts,
+                             "Of each phase, how many experts it chooses from, and the bytes of one expert's weights.")
       .def_property_readonly("missing_references", &CpuExecutable::missing_references)
       .def_property_readonly("num_threads", &CpuExecutable::num_threads)
       .def_property_readonly("scratch_is_intact", &CpuExecutable::scratch_is_intact,

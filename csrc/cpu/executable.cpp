@@ -118,6 +118,7 @@ void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const Til
           continue;
         }
         kernels.push_back(kernels_.back().get());
+        plan.add_experts(*kernels_.back());
         num_units += kernels.back()->num_units();
         total += kernels.back()->unit_cost() * static_cast<double>(kernels.back()->num_units());
       } else {
@@ -148,7 +149,15 @@ void CpuExecutable::plan_phase(const Phase& phase, const std::map<int, const Til
       plan.shares[w].end = static_cast<int>(plan.chunks.size());
     }
   }
+  num_experts_ = std::max(num_experts_, plan.experts.first);
   phases_.push_back(std::move(plan));
+}
+
+void CpuExecutable::PhasePlan::add_experts(const Kernel& kernel) {
+  const auto [count, bytes] = kernel.experts();
+  if (count == 0 || (chooses != nullptr && count != experts.first)) return;
+  if (chooses == nullptr) chooses = &kernel;
+  experts = {count, experts.second + bytes};
 }
 
 void CpuExecutable::PhasePlan::offer_shares(int worker, int num_workers) {
@@ -262,7 +271,7 @@ void CpuExecutable::run(std::span<void* const> inputs, std::span<void* const> ou
   const int num_workers = inside_parallel_run() ? 1 : num_threads_;
   if (!phases_.empty()) phases_.front().offer_shares(0, 1);
   std::optional<LaunchTimes> times;
-  if (recording_) times.emplace(num_threads_, phases_.size(), mailboxes_.ranks);
+  if (recording_) times.emplace(num_threads_, phases_.size(), mailboxes_.ranks, num_experts_);
   try {
     parallel_run(num_workers, [&](int worker, SpinBarrier& barrier) {
       work(frame, worker, num_workers, barrier, times ? &*times : nullptr);
@@ -290,6 +299,8 @@ void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBa
                          times == nullptr ? nullptr : launch->waited.data() + p * mailboxes_.ranks);
     compute(frame, p, worker);
     if (times != nullptr && (phase.parallel() || worker == 0)) times[p].computed = now_ns();
+    if (times != nullptr && worker == 0 && phase.chooses != nullptr)
+      phase.chooses->count_pairs(frame, launch->pairs.data() + p * num_experts_);
     if (p + 1 == phases_.size()) return;  // the run's end is the last phase's barrier
     if (times != nullptr) times[p + 1].begin = times[p + 1].joined = now_ns();
     phases_[p + 1].offer_shares(worker, num_workers);
@@ -325,6 +336,12 @@ std::vector<LaunchTimes> CpuExecutable::stop_recording() {
   const std::lock_guard lock(*mutex_);
   recording_ = false;
   return std::exchange(recorded_, {});
+}
+
+std::vector<ExpertStack> CpuExecutable::phase_experts() const {
+  std::vector<ExpertStack> all;
+  for (const PhasePlan& phase : phases_) all.push_back(phase.experts);
+  return all;
 }
 
 void CpuExecutable::call_reference(const Frame& frame, const Node& node, size_t phase) {

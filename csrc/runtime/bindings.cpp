@@ -73,6 +73,7 @@ CudaProgram read_program(py::handle object) {
   MPK_READ(num_scalars);
   MPK_READ(input_alignment);
   MPK_READ(phase_names);
+  MPK_READ(phase_experts);
   MPK_READ(ranks);
   MPK_READ(group);
   MPK_READ(exchange_key);
@@ -117,6 +118,8 @@ void bind_executable(py::module_& m) {
       .def_property_readonly("exchange_key", &CudaExecutable::exchange_key)
       .def_property_readonly("mailbox_bytes", &CudaExecutable::mailbox_bytes)
       .def_property_readonly("is_profiled", &CudaExecutable::is_profiled)
+      .def_property_readonly("phase_experts", &CudaExecutable::phase_experts,
+                             "Of each phase, how many experts it chooses from, and the bytes of one expert's weights.")
       .def("start_recording", &CudaExecutable::start_recording, py::call_guard<py::gil_scoped_release>(),
            "Record a profiled kernel's stamps, from the next launch on. Raises ValueError when it is not profiled.")
       .def(

@@ -35,6 +35,7 @@ CudaExecutable::CudaExecutable(const CudaProgram& program, const std::string& im
       device_(cu::device_info(device)),
       kernel_name_(program.kernel_name),
       phase_names_(program.phase_names),
+      phase_experts_(program.phase_experts),
       input_alignment_(program.input_alignment),
       matrices_(program.maps),
       num_inputs_(program.num_inputs),

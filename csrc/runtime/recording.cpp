@@ -102,7 +102,8 @@ void CudaExecutable::collect() {
   const auto num_phases = static_cast<int64_t>(phase_names_.size());
   const int64_t launch_bytes = launch_stamps_bytes(num_workers_, num_phases);
   const int64_t rank_bytes = rank_stamps_bytes(num_workers_, num_phases, ranks_);
-  std::vector<uint8_t> bytes(kLaunchesKept * (launch_bytes + rank_bytes));
+  const int64_t num_experts = most_experts(phase_experts_), pair_bytes = pair_stamps_bytes(num_phases, num_experts);
+  std::vector<uint8_t> bytes(kLaunchesKept * (launch_bytes + rank_bytes + pair_bytes));
   for (Lane& lane : lanes_) {
     if (lane.capture) continue;
     driver_.check(driver_.memcpy_dtoh_async(bytes.data(), lane.memory + stamps_offset_, bytes.size(), service_stream_),
@@ -118,7 +119,10 @@ void CudaExecutable::collect() {
       if (is_after(number, lane.collected)) lane.collected = number;
       const auto* waited =
           reinterpret_cast<const uint32_t*>(bytes.data() + kLaunchesKept * launch_bytes + place * rank_bytes);
-      LaunchTimes& times = recorded_.emplace_back(num_workers_, num_phases, ranks_);
+      LaunchTimes& times = recorded_.emplace_back(num_workers_, num_phases, ranks_, num_experts);
+      const auto* pairs = reinterpret_cast<const uint32_t*>(bytes.data() + kLaunchesKept * (launch_bytes + rank_bytes) +
+                                                            place * pair_bytes);
+      std::copy_n(pairs, times.pairs.size(), times.pairs.begin());
       const auto waits = static_cast<int64_t>(times.waited.size()) / num_workers_;  // of a worker
       for (int w = 0; w < num_workers_; w++) {
         const auto* phases = reinterpret_cast<const PhaseStamps*>(launch + phase_stamps_offset(num_workers_));

@@ -23,9 +23,14 @@ struct LaunchTimes {
   std::vector<PhaseTimes> phases;  // [num_workers][num_phases]
   // Nanoseconds for which a worker has waited for each rank: [num_workers][num_phases][ranks]; none for a single rank.
   std::vector<int64_t> waited;
+  // Pairs of a row and a choice that chose each expert: [num_phases][num_experts], with as many experts as the phase
+  // with most has. Zeros where a phase has none, or its kernel does not say.
+  std::vector<int64_t> pairs;
 
-  LaunchTimes(int64_t num_workers, int64_t num_phases, int ranks)
-      : phases(num_workers * num_phases), waited(ranks > 1 ? num_workers * num_phases * ranks : 0) {}
+  LaunchTimes(int64_t num_workers, int64_t num_phases, int ranks, int64_t num_experts)
+      : phases(num_workers * num_phases),
+        waited(ranks > 1 ? num_workers * num_phases * ranks : 0),
+        pairs(num_phases * num_experts) {}
 };
 
 }  // namespace mpk

@@ -92,6 +92,29 @@ def test_experts(sizes: tuple[int, ...], workers: int, names: list[str], dtype: 
         torch.testing.assert_close(made[0].double(), expected, rtol=2e-2, atol=3e-2)
 
 
+@pytest.mark.slow
+def test_a_profiled_kernel_counts_the_pairs_that_chose_each_expert() -> None:
+    (rows, choices, num, width, inner), workers, names = CASES[2]
+    operands = [
+        torch.randn(rows, width).bfloat16(),
+        chosen_ids(rows, choices, num, "random"),
+        torch.rand(rows, choices),
+    ]
+    operands += [torch.randn(num, 2 * inner, width), torch.randn(num, width, inner), torch.randn(rows, width)]
+    operands = in_place([t.bfloat16() if t.is_floating_point() else t for t in operands])
+    operands[1][0] = num  # of no expert
+    lowered = lowered_call(experts, operands)
+    kernel = emulate(lowered.graph, workers=workers, profiled=True)
+    assert kernels(kernel.schedule) == names
+    assert kernel.program.phase_experts == [[num, 2 * inner * width * 2], [num, inner * width * 2]]
+    kernel.launch(operands, fresh(lowered), jitter=3)
+    launches_kept = 8
+    pairs = kernel.control.view(torch.int32)[-launches_kept * 2 * num :].view(launches_kept, 2, num)
+    assert not pairs[1:].any()
+    for counts in pairs[0]:
+        assert torch.equal(counts.long(), operands[1][1:].flatten().bincount(minlength=num))
+
+
 FULL_SLOT = 1  # of Waiting
 
 

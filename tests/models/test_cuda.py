@@ -157,6 +157,11 @@ def hog(num_workers: int) -> _C.CudaExecutable:
         input_alignment=[],
         maps=[],
         phase_names=[],
+        phase_experts=[],
+        ranks=1,
+        group="",
+        exchange_key="",
+        mailbox_bytes=0,
     )
     return _C.CudaExecutable(program, cubin.image, 0, 0)
 

@@ -106,6 +106,26 @@ def test_totals_add_up_to_the_launch(tmp_path: Path) -> None:
     assert "linear down_proj" in text and "of the memory's speed" in text and "5 launches" in text
 
 
+def test_experts_count_with_the_pairs_that_chose_them(tmp_path: Path) -> None:
+    rows, choices, experts, n, k = 5, 2, 8, 24, 16
+    x, weight = torch.randn(rows, choices, k), torch.randn(experts, n, k)
+    given = [torch.randint(experts, (rows, choices)) for _ in range(4)]
+    step = torch.compile(torch.ops.mpk.expert_linear, backend="mpk", options={"num_threads": NUM_THREADS})
+    calls = iter(given)
+    profile = torch_mpk.profile(lambda: step(x, next(calls), weight), tmp_path / "trace.json", steps=3, warmup=1)
+    slices = read_tracks(profile.path)["experts"].slices
+    numbers = []
+    for ids, (*_, name, args) in zip(given[1:], slices, strict=True):
+        counts = {str(i): count for i, count in enumerate(ids.flatten().bincount().tolist()) if count}
+        assert args["pairs of experts"] == counts
+        assert name == f"expert_linear: {len(counts)} of {experts} experts"
+        assert args["bytes"] == ids.nbytes + x.nbytes + 4 * rows * choices * n + len(counts) * weight[0].nbytes
+        numbers.append(len(counts))
+    [task] = profile.kernels[0].tasks
+    assert task.experts == pytest.approx(sum(numbers) / 3)
+    assert f"of a phase of expert_linear: {task.experts:.1f} experts chosen" in str(profile)
+
+
 @pytest.mark.slow
 def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
     step = Steps()

@@ -70,6 +70,7 @@ def make_program() -> Callable[..., SimpleNamespace]:
             "input_alignment": [16, 8],
             "maps": [],
             "phase_names": ["embed", "qkv", "attention"],
+            "phase_experts": [],
             "ranks": 1,
             "group": "",
             "exchange_key": "",

@@ -152,6 +152,34 @@ def test_loaders_count_the_bytes_that_they_bring(emulated: None, tmp_path: Path)
         assert args["bytes"] >= sum(loaded.values())
 
 
+@pytest.mark.slow
+def test_experts_count_with_the_pairs_that_chose_them(emulated: None, tmp_path: Path) -> None:
+    """By kernels whose warps read weights in place."""
+    rows, choices, experts, sizes = 3, 2, 40, [(64, 72), (72, 40)]
+    weights = [torch.randn(experts, n, k).bfloat16() / 8 for k, n in sizes]
+    weights[1] = weights[1].to(torch.float8_e4m3fn)
+    scale = torch.rand(experts, 1, 1)
+
+    def products(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.mpk.expert_linear(x, first, weights[0])
+        return torch.ops.mpk.quantized_expert_linear(y, second, weights[1], scale, block_rows=128, block_columns=128)
+
+    x = torch.randn(rows, choices, sizes[0][0]).bfloat16()
+    given = [[torch.randint(experts, (rows, choices)) for _ in sizes] for _ in range(3)]
+    step, calls = torch.compile(products, backend="mpk", options={"profile": True}), iter(given)
+    profile = torch_mpk.profile(lambda: step(x, *next(calls)), tmp_path / "trace.json", steps=2, warmup=1)
+    [own] = profiling.live_segments()
+    names = [job.cut.kernel for phase in own.plan.schedule.phases for job in phase.jobs]
+    assert names == ["expert_linear.rows", "quantized_expert_linear.direct"]
+    slices = read_tracks(profile.path)["experts"].slices
+    for number, (ids, (*_, args)) in enumerate(zip(itertools.chain(*given[1:]), slices, strict=True)):
+        counts = {str(i): count for i, count in enumerate(ids.flatten().bincount().tolist()) if count}
+        assert args["pairs of experts"] == counts
+        operands = ids.nbytes + 2 * rows * choices * sum(sizes[number % 2])
+        of_expert = weights[number % 2][0].nbytes + number % 2 * scale[0].nbytes
+        assert args["bytes"] == operands + len(counts) * of_expert
+
+
 def check_order(recording: Recording, names: tuple[str, ...]) -> None:
     """Each time is at or after those in front of it, in its phase and in the phases before."""
     times = torch.stack([recording.field(name) for name in names], -1).flatten(2)  # [launch, worker, all in a row]

@@ -34,6 +34,10 @@ class Executable(Protocol):
     def is_profiled(self) -> bool:
         """Whether it records."""
 
+    @property
+    def phase_experts(self) -> list[tuple[int, int]]:
+        """Of each phase, how many experts it chooses from, and the bytes of one expert's weights."""
+
     def start_recording(self) -> None: ...
 
     def stop_recording(self) -> list[bytes]:

@@ -42,6 +42,9 @@ class Recording:
             the device's clock, 0 where there is nothing to say, and bytes.
         waited: int64[launches, workers, phases, ranks]: nanoseconds for which a worker waited for each rank of its
             group; no ranks where it exchanges with none.
+        experts: of each phase, how many experts it chooses from, and the bytes of one expert's weights.
+        pairs: int64[launches, phases, experts]: how many pairs of a row and a choice chose each expert; zeros where a
+            phase has no experts, or its kernel does not say.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Recording:
     operand_bytes: Sequence[int]
     times: torch.Tensor
     waited: torch.Tensor
+    experts: Sequence[Sequence[int]]
+    pairs: torch.Tensor
 
     @classmethod
     def read(
@@ -60,16 +65,21 @@ class Recording:
         operand_bytes: Sequence[int],
         launches: Sequence[bytes],
         ranks: int = 1,
+        experts: Sequence[Sequence[int]] = (),
     ) -> Recording:
         """``launches``, of which there is one at least, as an executable's ``stop_recording`` returns them."""
         values = torch.frombuffer(bytearray(b"".join(launches)), dtype=torch.int64).view(len(launches), -1)
-        fields, waits = len(FIELDS), ranks if ranks > 1 else 0
-        num_workers = values.shape[1] // (len(phase_names) * (fields + waits))
-        shape = len(launches), num_workers, len(phase_names)
-        times, waited = values.split([values.shape[1] * part // (fields + waits) for part in (fields, waits)], 1)
-        times = times.reshape(*shape, fields)
+        num_phases, fields, waits = len(phase_names), len(FIELDS), ranks if ranks > 1 else 0
+        experts = experts or [[0, 0]] * num_phases
+        most = max(number for number, _ in experts)
+        num_workers = (values.shape[1] - num_phases * most) // (num_phases * (fields + waits))
+        shape = num_workers, num_phases
+        sizes = [num_workers * num_phases * fields, num_workers * num_phases * waits, num_phases * most]
+        times, waited, pairs = values.split(sizes, 1)
+        times = times.unflatten(1, (*shape, fields))
         order = times[:, :, 0, 0].amin(1).argsort()
-        return cls(name, device, phase_names, operand_bytes, times[order], waited.reshape(*shape, waits)[order])
+        waited, pairs = waited.unflatten(1, (*shape, waits)), pairs.unflatten(1, (num_phases, most))
+        return cls(name, device, phase_names, operand_bytes, times[order], waited[order], experts, pairs[order])
 
     def field(self, name: str) -> torch.Tensor:
         """int64[launches, workers, phases]"""
@@ -85,10 +95,18 @@ class Recording:
         return self.field("computed").amax((1, 2))
 
     @property
+    def chosen(self) -> torch.Tensor:
+        """int64[launches, phases]: how many experts were chosen; 0 where that is not known."""
+        return (self.pairs > 0).sum(-1)
+
+    @property
     def phase_bytes(self) -> torch.Tensor:
-        """int64[launches, phases]: what loaders have brought, or where they bring nothing, the bytes of operands."""
-        loaded = self.field("loaded_bytes").sum(1)
-        return torch.where(loaded > 0, loaded, torch.tensor(self.operand_bytes))
+        """int64[launches, phases]: what loaders have brought, or where they bring nothing, the bytes of operands, of
+        experts those that were chosen."""
+        loaded, chosen = self.field("loaded_bytes").sum(1), self.chosen
+        number, num_bytes = torch.tensor(self.experts).unbind(-1)
+        left = torch.where(chosen > 0, (number - chosen) * num_bytes, 0)
+        return torch.where(loaded > 0, loaded, torch.tensor(self.operand_bytes) - left)
 
     def durations(self) -> torch.Tensor:
         """float64[launches, workers, phases, PARTS], nanoseconds: until the worker's own warps were done with the phase
@@ -99,8 +117,8 @@ class Recording:
         return torch.stack([joined - begin, ready - joined, staged - ready, computed - staged], -1).double()
 
     def tracks(self) -> Iterator[tuple[str, list[Slice]]]:
-        """The slices of each track: of each worker its consumers and its loader, if it has one, then launches. Some
-        viewers open on the first track, and that is to show work."""
+        """The slices of each track: of each worker its consumers and its loader, if it has one, then what experts were
+        chosen, if any, and launches. Some viewers open on the first track, and that is to show work."""
         times, waited, num_bytes = self.times.tolist(), self.waited.tolist(), self.phase_bytes.tolist()
         kinds = [kinds_of(name) for name in self.phase_names]
         has_loader = bool(self.field("loaded").any())
@@ -116,11 +134,25 @@ class Recording:
             yield f"worker {worker}" + (" consumers" if has_loader else ""), consumers
             if has_loader:
                 yield f"worker {worker} loader", loader
+        if self.pairs.any():
+            yield "experts", list(self._expert_slices(kinds))
         launches = zip(self.begins.tolist(), self.ends.tolist(), self.phase_bytes.sum(1).tolist(), strict=True)
         yield (
             "launches",
             [Slice(f"launch {i}", begin, end, {"bytes": n}, "launch") for i, (begin, end, n) in enumerate(launches)],
         )
+
+    def _expert_slices(self, kinds: Sequence[str]) -> Iterator[Slice]:
+        """One for each phase that has chosen experts, from its first worker's begin to its last one's end."""
+        ready, computed = self.field("ready").amin(1).tolist(), self.field("computed").amax(1).tolist()
+        num_bytes, chosen = self.phase_bytes.tolist(), self.chosen.tolist()
+        end = 0
+        for launch, phase in self.chosen.nonzero().tolist():
+            pairs = {str(i): count for i, count in enumerate(self.pairs[launch, phase].tolist()) if count}
+            args = {"phase": phase, "bytes": num_bytes[launch][phase], "pairs of experts": pairs}
+            name = f"{kinds[phase]}: {chosen[launch][phase]} of {self.experts[phase][0]} experts"
+            begin, end = max(end, ready[launch][phase]), max(end, computed[launch][phase])
+            yield Slice(name, begin, end, args)
 
 
 def kinds_of(phase_name: str) -> str:
@@ -128,7 +160,7 @@ def kinds_of(phase_name: str) -> str:
     kinds = []
     for part in phase_name.split(", "):
         task, _, label = part.partition(" ")
-        last = [word for word in label.split(".") if not word.isdigit()][-1:]
+        last = [word for word in label.split(".") if word and not word.isdigit()][-1:]
         if label or "." not in task:  # otherwise it is another label of the task before
             kinds.append(" ".join([task, *last]))
     return ", ".join(dict.fromkeys(kinds))

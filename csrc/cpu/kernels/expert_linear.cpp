@@ -49,6 +49,9 @@ class ExpertLinear : public Kernel {
     });
   }
 
+  ExpertStack experts() const override { return pairs_.stack(); }
+  void count_pairs(const Frame& frame, int64_t* pairs) const override { pairs_.count(frame, pairs); }
+
  private:
   void plan(bool is_many) {
     const int64_t most = is_many ? num_columns_ : kMaxColumnsPerUnit,

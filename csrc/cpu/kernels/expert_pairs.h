@@ -17,11 +17,13 @@ class ExpertPairs {
     x_ = View(x), ids_ = View(ids), y_ = View(y);
     const Operand* weight = node.find("weight");
     num_experts_ = (weight != nullptr ? *weight : node.operand("transposed")).tensor.shape[0];
+    stack_ = expert_stack(node);
     num_choices_ = ids.shape[1], num_pairs_ = ids.numel(), element_bytes_ = size_bytes(y.dtype);
   }
 
   int64_t size() const { return num_pairs_; }
   int64_t num_experts() const { return num_experts_; }
+  ExpertStack stack() const { return stack_; }
   int64_t scratch_bytes() const {
     return round_up((num_experts_ + num_pairs_) * static_cast<int64_t>(sizeof(int32_t)), 64);
   }
@@ -43,17 +45,26 @@ class ExpertPairs {
         f(expert, order + i, std::min<int64_t>(block, ends[expert] - i));
   }
 
+  // Adds how many pairs chose each expert.
+  template <class T>
+  void count(const Frame& frame, T* counts) const {
+    for (int64_t pair = 0; pair < num_pairs_; pair++)
+      if (const int64_t expert = expert_of(frame, pair); expert >= 0) counts[expert]++;
+  }
+
  private:
+  // The expert of a pair, or -1 if its id names none.
+  int64_t expert_of(const Frame& frame, int64_t pair) const {
+    int64_t id;
+    std::memcpy(&id, ids_.at(frame, pair / num_choices_, pair % num_choices_), sizeof(id));
+    return id >= 0 && id < num_experts_ ? id : -1;
+  }
+
   // Those of expert e end at ends[e].
   void sort(const Frame& frame, int32_t* ends, int32_t* order, int64_t column, int64_t last) const {
-    const auto expert_of = [&](int64_t pair) {
-      int64_t id;
-      std::memcpy(&id, ids_.at(frame, pair / num_choices_, pair % num_choices_), sizeof(id));
-      return id >= 0 && id < num_experts_ ? id : -1;
-    };
     std::fill(ends, ends + num_experts_, 0);
     for (int64_t pair = 0; pair < num_pairs_; pair++) {
-      const int64_t expert = expert_of(pair);
+      const int64_t expert = expert_of(frame, pair);
       if (expert >= 0)
         ends[expert]++;
       else
@@ -66,10 +77,12 @@ class ExpertPairs {
       begin += size;
     }
     for (int64_t pair = 0; pair < num_pairs_; pair++)
-      if (const int64_t expert = expert_of(pair); expert >= 0) order[ends[expert]++] = static_cast<int32_t>(pair);
+      if (const int64_t expert = expert_of(frame, pair); expert >= 0)
+        order[ends[expert]++] = static_cast<int32_t>(pair);
   }
 
   View x_, ids_, y_;
+  ExpertStack stack_;
   int64_t num_experts_, num_choices_, num_pairs_, element_bytes_;
 };
 

@@ -402,6 +402,9 @@ class QuantizedExperts : public QuantizedProducts {
     });
   }
 
+  ExpertStack experts() const override { return pairs_.stack(); }
+  void count_pairs(const Frame& frame, int64_t* pairs) const override { pairs_.count(frame, pairs); }
+
  private:
   const ExpertPairs pairs_;
 };

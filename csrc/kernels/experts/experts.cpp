@@ -123,6 +123,7 @@ JobCode ExpertKernel::emit(const JobPlace& place) const {
   code.headers = {own.format          ? "torch_mpk/device/tasks/quantized_experts.cuh"
                   : own.is_transposed ? "torch_mpk/device/tasks/expert_columns.cuh"
                                       : "torch_mpk/device/tasks/expert_sums.cuh"};
+  code.experts = expert_stack(node);
   Refs refs(place.context, code.refs);
   const std::string type = cuda_type(own.x.dtype), weights = own.format ? "uint8_t" : type;
   const int64_t unit = own.format ? size_bytes(own.weight.dtype) : 1;  // of pitches

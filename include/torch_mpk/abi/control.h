@@ -84,6 +84,11 @@ struct LoaderStamps {
 constexpr int64_t rank_stamps_bytes(int64_t num_workers, int64_t num_phases, int64_t ranks) {
   return ranks == 1 ? 0 : num_workers * num_phases * ranks * static_cast<int64_t>(sizeof(uint32_t));
 }
+// And behind those, where a launch has products of experts, uint32_t[num_phases][num_experts]: pairs of a row and a
+// choice that chose each expert, of which there are as many as in the phase with most.
+constexpr int64_t pair_stamps_bytes(int64_t num_phases, int64_t num_experts) {
+  return num_phases * num_experts * static_cast<int64_t>(sizeof(uint32_t));
+}
 constexpr int64_t phase_stamps_offset(int64_t num_workers) {
   return num_workers * static_cast<int64_t>(sizeof(WorkerStamps));
 }

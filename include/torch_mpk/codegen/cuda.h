@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "torch_mpk/codegen/unsupported.h"
+#include "torch_mpk/graph/experts.h"
 #include "torch_mpk/schedule/schedule.h"
 
 namespace mpk {
@@ -44,8 +45,9 @@ struct CudaProgram {
   std::vector<MatrixMap> maps;           // see LaunchParams
   std::vector<int> input_alignment;      // bytes each input's pointer must be a multiple of
   std::vector<std::string> phase_names;  // for error messages and profiles
-  std::vector<int64_t> phase_bytes;      // for profiles
-  int ranks = 1;                         // of a group, see schedule/mailboxes.h, like the rest
+  std::vector<int64_t> phase_bytes;      // for profiles, as are the experts that a phase chooses from
+  std::vector<ExpertStack> phase_experts;
+  int ranks = 1;  // of a group, see schedule/mailboxes.h, like the rest
   std::string group, exchange_key;
   int64_t mailbox_bytes = 0;
 };

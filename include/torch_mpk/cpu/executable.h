@@ -79,6 +79,8 @@ class CpuExecutable {
   // Records the times of the runs between the two calls; a run that throws leaves none.
   void start_recording();
   std::vector<LaunchTimes> stop_recording();
+  // What each phase chooses experts from; of several nodes the pairs of the first are recorded.
+  std::vector<ExpertStack> phase_experts() const;
 
   // Whether nothing was written behind the last worker's scratch memory: tile tasks themselves say how much of it they
   // need.
@@ -105,9 +107,12 @@ class CpuExecutable {
     std::vector<Share> shares;            // by worker; none if the phase is too short to share
     std::vector<const Node*> references;  // worker 0 runs these, too, in this order on every rank
     std::vector<Kernel*> exchanges;
+    const Kernel* chooses = nullptr;  // the first of experts' products
+    ExpertStack experts;
 
     bool parallel() const { return !shares.empty(); }
     void offer_shares(int worker, int num_workers);
+    void add_experts(const Kernel& kernel);
   };
   struct FreeAligned {
     void operator()(uint8_t* p) const { std::free(p); }
@@ -126,6 +131,7 @@ class CpuExecutable {
   int num_threads_;
   std::vector<std::unique_ptr<Kernel>> kernels_;
   std::vector<PhasePlan> phases_;
+  int64_t num_experts_ = 0;  // of the phase with most
   Mailboxes mailboxes_;
   std::optional<Exchanges> exchanges_;           // once joined
   std::map<std::string, Reference> references_;  // of each task without a kernel; empty until set

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "torch_mpk/cpu/microkernels.h"
-#include "torch_mpk/graph/tb_graph.h"
+#include "torch_mpk/graph/experts.h"
 
 namespace mpk {
 struct TileCode;
@@ -66,6 +66,10 @@ class Kernel {
 
   // Called after an aborted run: forgets what its units left behind.
   virtual void reset() {}
+
+  // The experts that it chooses from, and for a recording, how many pairs of a row and a choice chose each of them.
+  virtual ExpertStack experts() const { return {}; }
+  virtual void count_pairs(const Frame&, int64_t* /*pairs*/) const {}
 
   int64_t num_units() const { return num_units_; }
   double unit_cost() const { return unit_cost_; }  // nanoseconds on one thread, roughly: balances the threads

@@ -62,6 +62,7 @@ class CudaExecutable {
   // fork.
   void run(LaunchBlock& block, cu::Stream stream);
 
+  const std::vector<ExpertStack>& phase_experts() const { return phase_experts_; }
   bool is_profiled() const { return stamps_offset_ != 0; }
   // For profiled programs: the stamps of the launches between the two calls, in any order, without graphs' launches and
   // aborted ones. Both calls wait for all launches, and in between every kLaunchesKept'th launch does. Throws
@@ -115,6 +116,7 @@ class CudaExecutable {
   const cu::DeviceInfo device_;
   const std::string kernel_name_;
   const std::vector<std::string> phase_names_;
+  const std::vector<ExpertStack> phase_experts_;
   const std::vector<int> input_alignment_;
   const std::vector<MatrixMap> matrices_;
   const int num_inputs_, num_outputs_, num_scalars_, num_workers_, num_threads_;
