@@ -46,8 +46,7 @@ class ExpertPairs {
   }
 
   // Adds how many pairs chose each expert.
-  template <class T>
-  void count(const Frame& frame, T* counts) const {
+  void count(const Frame& frame, int64_t* counts) const {
     for (int64_t pair = 0; pair < num_pairs_; pair++)
       if (const int64_t expert = expert_of(frame, pair); expert >= 0) counts[expert]++;
   }
