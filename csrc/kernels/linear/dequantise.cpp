@@ -113,6 +113,9 @@ std::optional<TBGraph> dequantise(const TBGraph& graph, const Target& target) {
 // ---- the kernel
 
 constexpr int64_t kAccessColumns = 8;  // of results
+// Than memory: on an H200, prompts of Qwen3-8B in 4 bits took 9.7 ms more than in 16, where reading and writing
+// takes 4. Since then a number takes fewer instructions, and has not been timed.
+constexpr double kSlower = 2;
 
 // Whether numbers of eight columns are one access.
 bool is_wide(const Tensor& weight, const WeightFormat& format) {
@@ -140,7 +143,7 @@ class Dequantise : public Kernel {
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     Cut cut = job.cut;
     cut.input = Input::kInPlace;
-    cut.cost_ns = memory_ns(schedule, job);
+    cut.cost_ns = kSlower * memory_ns(schedule, job);
     return {cut};
   }
 

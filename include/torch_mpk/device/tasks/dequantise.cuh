@@ -2,6 +2,7 @@
 #pragma once
 
 #include "torch_mpk/device/launch.cuh"
+#include "torch_mpk/device/tasks/quantized_weights.cuh"
 #include "torch_mpk/device/tasks/weights_in_place.cuh"
 
 namespace mpk::linear {
@@ -38,6 +39,32 @@ struct WideUnit {
     }
     if constexpr (kHasOwnScale) given = load_given_scale<V>(job, 0, row, column / V::kScaleColumns);
   }
+  // A multiprocessor has few instructions for each number in the time that memory takes for it.
+  MPK_DEVICE void find_numbers(const RowInPlace<V>& in_place, float (&numbers)[kColumns]) const {
+    if constexpr (V::kWeightBits == 4 && !V::kHasCode) {
+      using Bits = FourBits<__nv_bfloat16>;  // the upper half of a float
+      uint32_t pairs[4];
+      Bits::template widen<V>(words[0], pairs);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        numbers[i] = __uint_as_float(pairs[i] << 16) - Bits::kAbove;
+        numbers[i + 4] = __uint_as_float(pairs[i] & 0xffff0000) - Bits::kAbove;
+      }
+    } else if constexpr (V::kWeightBits == 8 && V::kIsE4M3 && arch::kConvertsE4M3) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t pair = ptx::halves_of_e4m3(static_cast<uint16_t>(words[i / 2] >> i % 2 * 16));
+        const float2 both = __half22float2(reinterpret_cast<const __half2&>(pair));
+        numbers[2 * i] = both.x, numbers[2 * i + 1] = both.y;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < static_cast<int>(kColumns); e++) {
+        const int byte = e * V::kWeightBits / 8;
+        numbers[e] = in_place.number_in(static_cast<uint8_t>(words[byte / 4] >> byte % 4 * 8), e);
+      }
+    }
+  }
   MPK_DEVICE void store(const Job& job) const {
     using T = typename V::T;
     const RowInPlace<V> in_place(job, 0, row);
@@ -46,13 +73,13 @@ struct WideUnit {
       block = block_scale<V>(to_float(given.scale), given, 0, row);
     else if constexpr (!V::kHasGroups)
       block = in_place.block_of(column);
+    float numbers[kColumns];
+    find_numbers(in_place, numbers);
     Vec<T, kColumns> elements;
 #pragma unroll
     for (int e = 0; e < static_cast<int>(kColumns); e++) {
-      const int byte = e * V::kWeightBits / 8;
-      const float number = in_place.number_in(static_cast<uint8_t>(words[byte / 4] >> byte % 4 * 8), e);
       const BlockScale<V> own = V::kHasGroups ? in_place.block_of(column + e) : block;
-      elements.v[e] = cast<T>(fmaf(number, to_float(own.scale), own.offset()));
+      elements.v[e] = cast<T>(fmaf(numbers[e], to_float(own.scale), own.offset()));
     }
     *reinterpret_cast<Vec<T, kColumns>*>(V::matrix(job) + row * V::kPitch + column) = elements;
   }
