@@ -13,8 +13,10 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kFewestRows = 5;        // of x: fewer are quantised by every worker in less time than phases take
-constexpr int64_t kStepColumns = 128;     // whose sums tensor cores leave to fp32 registers
+constexpr int64_t kFewestRows = 5;     // of x: fewer are quantised by every worker in less time than phases take
+constexpr int64_t kStepColumns = 128;  // whose sums tensor cores leave to fp32 registers
+// What a tile's block takes at least: on an H200, 96 of them took 19 to 25 us with few rows of x.
+constexpr double kBlockNs = 220;
 constexpr int64_t kFewestBlockRows = 32;  // of weights: some tile has its part's rows in one block of scales
 // Of a tile's results. A thread has its sums twice: what tensor cores add up, and what is scaled.
 const std::vector<int64_t> kWidths = {32, 64, 96, 128};
@@ -177,6 +179,18 @@ class E4M3Tiles : public TilesKernel {
       return width % parts == 0 && has_whole_blocks(schedule, job, width / parts);
     });
     return fitting;
+  }
+
+  // Blocks of a tile wait for each other.
+  std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
+    std::vector<Cut> cuts = TilesKernel::candidates(schedule, job);
+    for (Cut& cut : cuts) {
+      const int64_t parts_of_worker =
+          divide_up(cut.num_tiles * fields_of<TilesFields>(cut).split, schedule.target.num_workers);
+      const int64_t columns = Linears::input(schedule, job).shape[1] / fields_of<TilesFields>(cut).split;
+      cut.cost_ns = std::max(cut.cost_ns, double(parts_of_worker * divide_up(columns, kStepColumns)) * kBlockNs);
+    }
+    return cuts;
   }
 
   static bool has_whole_blocks(const Schedule& schedule, const Job& job, int64_t tile_rows) {

@@ -15,12 +15,13 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kMostRows = 16, kMostRowsOf4Bits = 8;         // of x
-constexpr int64_t kLineBytes = 128;                             // of a row of weights, that a warp takes at a time
-constexpr int64_t kStepColumns = 128;                           // whose sums are scaled together
-constexpr int64_t kMostBoxRows = 48, kMostBoxRowsOf4Bits = 32;  // a lane holds its part of a line in registers
-constexpr int64_t kMostSumBytes = 32 * 1024;                    // of a pass, unless one tile has more
-constexpr int64_t kMostWhole = 48 * 1024;  // bytes of x that is staged whole although it could be otherwise
+constexpr int64_t kMostRows = 16;             // of x
+constexpr int64_t kLineBytes = 128;           // of a row of weights, that a warp takes at a time
+constexpr int64_t kStepColumns = 128;         // whose sums are scaled together
+constexpr int64_t kMostBoxRows = 48;          // a lane holds its part of a box's line in registers, beside products
+constexpr int64_t kMostSumBytes = 32 * 1024;  // of a pass, unless one tile has more
+// Bytes of x that is staged whole although it could be otherwise, and of the lines that warps have of another.
+constexpr int64_t kMostWhole = 48 * 1024, kMostCopied = 128 * 1024;
 
 struct ColumnsFields {
   int64_t mainloop_tiles = 1;  // tiles of a pass
@@ -41,7 +42,7 @@ class Cutter {
 
   // A block of sums has one scale for all rows, or one for each.
   ColumnsCut best() const {
-    const int64_t most_rows = format_.bits() == 4 ? kMostBoxRowsOf4Bits : kMostBoxRows;
+    const int64_t most_rows = kMostBoxRows - (format_.bits() == 4 ? 16 : 0) - (fragments() - 1) * 16;
     ColumnsCut best = cut(8);
     for (int64_t rows = kWarpRows; rows <= most_rows; rows += format_.block_rows == 1 ? 8 : kWarpRows)
       if (const ColumnsCut c = cut(rows); nanoseconds(c) <= nanoseconds(best)) best = c;
@@ -55,7 +56,7 @@ class Cutter {
 
   int64_t staged_bytes(const ColumnsCut& c) const {
     const int64_t columns = is_staged() ? job_.size : line_columns(), lines = is_staged() ? 1 : 2 * c.lanes;
-    const int64_t x = round_up(lines * job_.batch * (columns * job_.element + kAccessBytes), kSharedAlignment);
+    const int64_t x = round_up(lines * job_.batch * x_pitch(), kSharedAlignment);
     const int64_t rows = round_up(job_.batch, 8), step = rows * (format_.bits() == 8 && format_.has_zero() ? 2 : 1);
     const int64_t own = format_.has_static_x || format_.x_columns > kStepColumns ? rows : 0;
     const int64_t factors = (lines * columns / kStepColumns * step + own) * 4;
@@ -66,18 +67,19 @@ class Cutter {
   double nanoseconds(const ColumnsCut& c) const {
     const double tiles = double(tiles_of_worker(c) * c.parts), rows = tiles * double(c.tile_rows);
     const double memory = rows * double(format_.row_bytes()) / job_.arch.costs.memory_bytes_per_ns;
-    const double steps = double(most_lines(c.lanes) * line_columns() / kStepColumns * fragments());
+    const double steps = double(most_lines(c.lanes) * line_columns() / kStepColumns);
     const double x = format_.bits() == 4 ? 0 : steps * double(job_.batch) * kRowNs;
-    const double products = steps * tiles * (double(blocks(c)) * kStepNs + kBoxNs) + x;
+    const double products = steps * tiles * (double(blocks(c) * fragments()) * kStepNs + kBoxNs) + x;
     return std::max(memory, products) + std::min(memory, products) / 8;
   }
 
  private:
   // What a warp alone takes for a block of 16 rows and 128 columns, for a box beside that, and to convert as many
   // columns of a row of x.
-  static constexpr double kStepNs = 90, kBoxNs = 60, kRowNs = 30;
+  static constexpr double kStepNs = 90, kBoxNs = 60, kRowNs = 45;
 
   bool is_staged() const { return x_ == Input::kWhole; }
+  int64_t x_pitch() const { return (is_staged() ? job_.size : line_columns()) * job_.element + kAccessBytes; }
   int64_t line_columns() const { return format_.columns_of(kLineBytes); }
   int64_t lines() const { return format_.row_bytes() / kLineBytes; }
   int64_t fragments() const { return divide_up(job_.batch, 8); }
@@ -97,7 +99,7 @@ class Cutter {
   // Warps that convert x as they go have more to do than tensor cores.
   int64_t best_lanes() const {
     int64_t best = std::min(lines(), job_.warps);
-    if (!is_staged()) return best;
+    if (!is_staged()) return std::max<int64_t>(std::min(best, kMostCopied / (2 * job_.batch * x_pitch())), 1);
     for (int64_t lanes = best - 1; 2 * lanes > job_.warps; lanes--)
       if (most_lines(lanes) < most_lines(best)) best = lanes;
     return best;
@@ -181,9 +183,8 @@ class Columns : public Kernel {
     const Linears linears(schedule, job);
     const Tensor& x = Linears::input(schedule, job);
     if (!is_reduced_float(x.dtype)) return "x is " + std::string(info(x.dtype).name) + ", not of 16-bit floats";
-    const int64_t most = format_of(schedule, job).bits() == 4 ? kMostRowsOf4Bits : kMostRows;
-    if (linears.batch > most)
-      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(most);
+    if (linears.batch > kMostRows)
+      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(kMostRows);
     if (!linears.arch.has_bulk_copies) return "the chip has no copy engine";
     if (schedule.warps.slot_bytes % kBoxAlignment != 0) return "slots of the ring are no multiple of a box";
     if (!has_boxed_weights(schedule, job)) return "a weight's rows are not aligned multiples of 128 bytes";

@@ -129,17 +129,21 @@ struct LineOfWeights {
   }
 };
 
-// Products of a step, with two sums each, which keeps chains of dependent products short.
+// Products of a step. Where there are registers, they have two sums each, which keeps chains of dependent products
+// short.
 template <class V>
 struct StepProducts {
   using Q = ColumnsShape<V>;
-  SumFragment v[2][Q::kBlocks][Q::kColumns] = {};
+  static constexpr int kChains = Q::kColumns == 1 ? 2 : 1;
+  SumFragment v[kChains][Q::kBlocks][Q::kColumns] = {};
 
   template <class T>
   MPK_DEVICE void add(int number, int j, int n, ptx::Quad weights, ptx::Pair x) {
-    ptx::mma<T>(v[number % 2][j][n], weights, x);
+    ptx::mma<T>(v[number % kChains][j][n], weights, x);
   }
-  MPK_DEVICE float at(int j, int n, int i) const { return v[0][j][n][i] + v[1][j][n][i]; }
+  MPK_DEVICE float at(int j, int n, int i) const {
+    return kChains == 1 ? v[0][j][n][i] : v[0][j][n][i] + v[kChains - 1][j][n][i];
+  }
 };
 
 template <class V>
