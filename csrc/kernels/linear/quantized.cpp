@@ -1,8 +1,6 @@
 // Linears with quantised weights and up to 64 rows of x. `rows` copies weights as boxes, converts them in registers,
 // and multiplies on tensor cores (quantized_rows.cuh), even with one row of x, where vector units would take longer to
 // convert than memory to load. `direct` reads other weights in place.
-#include "quantized.h"
-
 #include <array>
 
 #include "../../codegen/checks.h"
@@ -11,52 +9,11 @@
 #include "../../schedule/kernel.h"
 #include "../fields.h"
 #include "blocks.h"
-#include "format_members.h"
 #include "linears.h"
+#include "quantized_writer.h"
 #include "torch_mpk/abi/table.h"
 
 namespace mpk {
-
-std::optional<std::string> refuses_quantized(const Node& node) {
-  const Operand& x = node.operand("x");
-  if (auto why = refuses_row_dtype(x)) return why;
-  if (auto why = refuses_dtype(node.operands.back(), x.tensor.dtype)) return why;
-  for (const char* name : {"x", "bias", "column_groups", "codebook", "scale_code", "scale_scale", "y"})
-    if (const Operand* operand = node.find(name))
-      if (auto why = refuses_inner_stride(*operand)) return why;
-  return WeightFormat::refuses(node);
-}
-
-std::optional<std::string> refuses_quantized(const Schedule& schedule, const Job& job) {
-  if (auto refusal = refuses_weights(schedule, job)) return refusal;
-  if (schedule.warps.all_read_entries) return kNotTogether;
-  if (norm_of(job) >= 0) return "it ends with a norm";
-  if (Linears(schedule, job).are_empty()) return "x is empty";
-  return std::nullopt;
-}
-
-std::string QuantizedWriter::row_factor(const Node& node) {
-  if (!format_.scales_rows()) return "";
-  const Tensor& scale = node.operand("weight_scale").tensor;
-  const int64_t rows = WeightFormat::of(node).block_rows;
-  return "to_float(" + refs_.pointer(node, scale) + "[int64_t(n / " + codegen::str(rows) + "u) * " +
-         codegen::str(scale.strides[0]) + "])";
-}
-
-std::string QuantizedWriter::write_places() {
-  using namespace codegen;
-  const Operand* given = first_.find("x_scale");
-  std::string text = format_members(format_) + flag("kScalesByRow", format_.scales_rows()) +
-                     constant("kScaleColumns", format_.scales_rows() ? 0 : format_.block_columns) +
-                     flag("kGivenXScale", given != nullptr) +
-                     returning("float", "x_scale(const Job& job)",
-                               given != nullptr ? refs_.pointer(first_, given->tensor) + "[0]" : "0.0f");
-  if (format_.scales_rows()) return text;
-  text += flag("kRowsHaveScales", format_.block_rows == 1) + write_block_rows(context_, job_) +
-          write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
-  return format_.has_zero() ? text + write_blocks(context_, refs_, job_, "zero", "Zero", "zero") : text;
-}
-
 namespace {
 
 constexpr int64_t kMostRows = 64, kMostRowsDirect = 16;  // of x
@@ -182,45 +139,18 @@ class Cutter {
   const Input x_;
 };
 
-class RowsWriter : public QuantizedWriter {
+class RowsWriter : public BoxedWriter {
  public:
   explicit RowsWriter(const codegen::JobPlace& place)
-      : QuantizedWriter(place, {"QuantizedRows",
-                                "linear::compute_quantized_rows",
-                                "",
-                                "linear::QuantizedShape<V>::kStagedBytes",
-                                "",
-                                {"torch_mpk/device/tasks/quantized_rows.cuh"}}),
-        own_(fields_of<RowsFields>(job_.cut)) {}
-
- private:
-  void add_weight(const Node& node, const Tensor& weight) override {
-    refs_.add_map(node, in_words(weight), shape_.tile_rows, shape_.chunk_bytes / 2);
-  }
-
-  StreamRow stream_row() const override {
-    StreamRow row = LinearWriter::stream_row();
-    row.stream.chunk_parts = 0;
-    row.stream.entries = 1;
-    row.stream.by_entries = inverse(1);
-    row.stream.rotates = 1;
-    row.run = static_cast<uint32_t>(own_.mainloop_tiles);
-    return row;
-  }
-
-  std::string shape_constants() const override {
-    using namespace codegen;
-    return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kEpilogueTiles", own_.mainloop_tiles) +
-           constant("kSplit", 1) + flag("kByWarpgroups", false) + flag("kBoxesOfX", false) +
-           constant("kXRows", batch_) +
-           constant("kWorkerTiles", divide_up(job_.cut.num_tiles, context_.schedule.target.num_workers)) +
-           returning("const void*", "map_of_x(const Job& job)", "nullptr");
-  }
-
-  const char* type_of_x() const override { return job_.cut.is_staged() ? "const uint16_t*" : "const T*"; }
-  void write_behind() override { write_row_sums(); }
-
-  const RowsFields own_;
+      : BoxedWriter(place,
+                    {"QuantizedRows",
+                     "linear::compute_quantized_rows",
+                     "",
+                     "linear::QuantizedShape<V>::kStagedBytes",
+                     "",
+                     {"torch_mpk/device/tasks/quantized_rows.cuh"}},
+                    fields_of<RowsFields>(place.job.cut).mainloop_tiles,
+                    constants(fields_of<RowsFields>(place.job.cut)), false) {}
 };
 
 // Whether groups of sums that are scaled together are of columns that the kernel scales, and of rows of a box, or one.
@@ -242,15 +172,7 @@ class Rows : public Kernel {
   }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (auto refusal = refuses_quantized(schedule, job)) return refusal;
-    const Linears linears(schedule, job);
-    const Tensor& x = Linears::input(schedule, job);
-    if (!is_reduced_float(x.dtype)) return "x is " + std::string(info(x.dtype).name) + ", not of 16-bit floats";
-    if (linears.batch > kMostRows)
-      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(kMostRows);
-    if (!linears.arch.has_bulk_copies) return "the chip has no copy engine";
-    if (schedule.warps.slot_bytes % kBoxAlignment != 0) return "slots of the ring are no multiple of a box";
-    if (!has_boxed_weights(schedule, job)) return "a weight's rows are not aligned multiples of 128 bytes";
+    if (auto refusal = refuses_boxes(schedule, job, kMostRows)) return refusal;
     for (int n : job.body)
       if (!has_whole_blocks(WeightFormat::of(schedule.graph.nodes()[n])))
         return "blocks of scales are not whole blocks of " + std::to_string(kBlockRows) + " x " +

@@ -9,7 +9,7 @@
 #include "../fields.h"
 #include "blocks.h"
 #include "linears.h"
-#include "quantized.h"
+#include "quantized_writer.h"
 #include "torch_mpk/abi/sizes.h"
 
 namespace mpk {
@@ -118,46 +118,23 @@ class Cutter {
   const Input x_;
 };
 
-class ColumnsWriter : public QuantizedWriter {
+class ColumnsWriter : public BoxedWriter {
  public:
   explicit ColumnsWriter(const codegen::JobPlace& place)
-      : QuantizedWriter(place, {"QuantizedColumns",
-                                "linear::compute_quantized_columns",
-                                "",
-                                "linear::ColumnsShape<V>::kStagedBytes",
-                                "",
-                                {"torch_mpk/device/tasks/quantized_columns.cuh"}}),
-        own_(fields_of<ColumnsFields>(job_.cut)) {}
+      : BoxedWriter(place,
+                    {"QuantizedColumns",
+                     "linear::compute_quantized_columns",
+                     "",
+                     "linear::ColumnsShape<V>::kStagedBytes",
+                     "",
+                     {"torch_mpk/device/tasks/quantized_columns.cuh"}},
+                    fields_of<ColumnsFields>(place.job.cut).mainloop_tiles, own_constants(place), true) {}
 
  private:
-  void add_weight(const Node& node, const Tensor& weight) override {
-    refs_.add_map(node, in_words(weight), shape_.tile_rows, shape_.chunk_bytes / 2);
+  static std::string own_constants(const codegen::JobPlace& place) {
+    const int64_t columns = WeightFormat::of(place.node()).columns_of(kLineBytes);
+    return constants(fields_of<ColumnsFields>(place.job.cut)) + codegen::constant("kStageColumns", columns);
   }
-
-  StreamRow stream_row() const override {
-    StreamRow row = LinearWriter::stream_row();
-    row.stream.chunk_parts = 0;
-    row.stream.entries = 1;
-    row.stream.by_entries = inverse(1);
-    row.stream.rotates = 0;
-    row.stream.by_rows = 1;
-    row.run = static_cast<uint32_t>(own_.mainloop_tiles);
-    return row;
-  }
-
-  std::string shape_constants() const override {
-    using namespace codegen;
-    return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kEpilogueTiles", own_.mainloop_tiles) +
-           constant("kStageColumns", format_.columns_of(kLineBytes)) + constant("kSplit", 1) +
-           flag("kByWarpgroups", false) + flag("kBoxesOfX", false) + constant("kXRows", batch_) +
-           constant("kWorkerTiles", divide_up(job_.cut.num_tiles, context_.schedule.target.num_workers)) +
-           returning("const void*", "map_of_x(const Job& job)", "nullptr");
-  }
-
-  const char* type_of_x() const override { return job_.cut.is_staged() ? "const uint16_t*" : "const T*"; }
-  void write_behind() override { write_row_sums(); }
-
-  const ColumnsFields own_;
 };
 
 // Whether a line has whole steps, of which each has its scales, of rows of a block or of one.
@@ -179,15 +156,7 @@ class Columns : public Kernel {
   }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
-    if (auto refusal = refuses_quantized(schedule, job)) return refusal;
-    const Linears linears(schedule, job);
-    const Tensor& x = Linears::input(schedule, job);
-    if (!is_reduced_float(x.dtype)) return "x is " + std::string(info(x.dtype).name) + ", not of 16-bit floats";
-    if (linears.batch > kMostRows)
-      return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(kMostRows);
-    if (!linears.arch.has_bulk_copies) return "the chip has no copy engine";
-    if (schedule.warps.slot_bytes % kBoxAlignment != 0) return "slots of the ring are no multiple of a box";
-    if (!has_boxed_weights(schedule, job)) return "a weight's rows are not aligned multiples of 128 bytes";
+    if (auto refusal = refuses_boxes(schedule, job, kMostRows)) return refusal;
     for (int n : job.body)
       if (!has_whole_steps(WeightFormat::of(schedule.graph.nodes()[n])))
         return "blocks of scales are not whole blocks of " + std::to_string(kWarpRows) + " x " +

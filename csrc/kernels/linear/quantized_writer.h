@@ -1,0 +1,53 @@
+// What the kernels of quantized_linear have in common.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "torch_mpk/graph/weight_format.h"
+#include "writer.h"
+
+namespace mpk {
+
+// Why no kernel takes the node, or the job; or none of those that have boxes of weights, and up to some rows of x.
+std::optional<std::string> refuses_quantized(const Node& node);
+std::optional<std::string> refuses_quantized(const Schedule& schedule, const Job& job);
+std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& job, int64_t most_rows);
+
+// Writes what the kernels have in common: the places of scales.
+class QuantizedWriter : public codegen::LinearWriter {
+ protected:
+  QuantizedWriter(const codegen::JobPlace& place, codegen::JobCode code)
+      : LinearWriter(place, std::move(code)), format_(WeightFormat::of(first_)) {}
+
+  // Where each row has one scale, that is a factor of its results; else scales stand beside the weights.
+  std::string row_factor(const Node& node) override;
+  std::string write_places() override;
+
+  const WeightFormat format_;
+};
+
+// Where weights come in boxes. `constants`: the kernel's own. With `by_rows` all of a box's chunks follow each other.
+class BoxedWriter : public QuantizedWriter {
+ protected:
+  BoxedWriter(const codegen::JobPlace& place, codegen::JobCode code, int64_t mainloop_tiles, std::string constants,
+              bool by_rows)
+      : QuantizedWriter(place, std::move(code)),
+        mainloop_tiles_(mainloop_tiles),
+        constants_(std::move(constants)),
+        by_rows_(by_rows) {}
+
+ private:
+  void add_weight(const Node& node, const Tensor& weight) override;
+  StreamRow stream_row() const override;
+  std::string shape_constants() const override;
+  const char* type_of_x() const override { return job_.cut.is_staged() ? "const uint16_t*" : "const T*"; }
+  void write_behind() override { write_row_sums(); }
+
+  const int64_t mainloop_tiles_;
+  const std::string constants_;
+  const bool by_rows_;
+};
+
+}  // namespace mpk
