@@ -95,11 +95,12 @@ struct BoxedShape {
   static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep);
 };
 
-// The scales of a step's groups in a tile's rows, of which a lane has one of the upper and one of the lower half.
+// The scales of a step's groups in a tile's rows, of which a lane has one of the upper and one of the lower half. They
+// are loaded a step ahead, and converted where they are needed.
 template <class V>
 struct TileScales {
   using S = BoxedShape<V>;
-  BlockScale<V> blocks[S::kGroupsOfStep][2];
+  linear::GivenScale<V> given[S::kGroupsOfStep][2];
 
   MPK_DEVICE static uint32_t row_of(uint32_t row, bool is_lower, int lane) {
     return first_weight_row<V>(row, is_lower) + (V::kRowsHaveScales ? lane / 4 : 0);
@@ -109,8 +110,16 @@ struct TileScales {
     for (int group = 0; group < S::kGroupsOfStep; group++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        blocks[group][i] = linear::load_block_scale<V>(job, expert, row_of(row, i == 1, lane),
-                                                       (step * S::kStep + group * S::kGroup) / V::kScaleColumns);
+        given[group][i] = linear::load_given_scale<V>(job, expert, row_of(row, i == 1, lane),
+                                                      (step * S::kStep + group * S::kGroup) / V::kScaleColumns);
+  }
+  MPK_DEVICE void convert(BlockScale<V> (&blocks)[S::kGroupsOfStep][2], int expert, uint32_t row, int lane) const {
+#pragma unroll
+    for (int group = 0; group < S::kGroupsOfStep; group++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        blocks[group][i] =
+            linear::block_scale<V>(to_float(given[group][i].scale), given[group][i], expert, row_of(row, i == 1, lane));
   }
   // All of a tile, to L2.
   MPK_DEVICE static void fetch(const Job& job, int expert, uint32_t row, int lane) {
@@ -206,7 +215,8 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t r
 #pragma unroll
       for (int i = 0; i < 4; i++) weights.load(i, i % 2, 0, halves[i]);
       weights.advance(step);
-      const TileScales<V> now = scales;
+      BlockScale<V> blocks[S::kGroupsOfStep][2];
+      scales.convert(blocks, pairs.expert, row, c.lane);
       if (first + step + 1 < S::kSteps) scales.load(job, pairs.expert, row, first + step + 1, c.lane);
 #pragma unroll
       for (int g = 0; g < kGroups<V>; g++) {
@@ -214,7 +224,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t r
         const StepOfX<V> of_x(V::x(job) + pairs.row_of_x(g, c.lane), first + step, c.lane);
 #pragma unroll
         for (int group = 0; group < S::kGroupsOfStep; group++)
-          multiply_columns<V>(sums[g], halves, of_x, group, now.blocks[group], c.lane);
+          multiply_columns<V>(sums[g], halves, of_x, group, blocks[group], c.lane);
       }
     }
     c.ring.release(entry);

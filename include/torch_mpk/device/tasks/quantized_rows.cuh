@@ -217,7 +217,26 @@ struct BoxScales {
 #pragma unroll
     for (int i = 0; i < kHeld; i++)
       if (rank + i * kConsumerThreads < kMost) blocks[rank + i * kConsumerThreads] = held[i];
-    for (int i = rank + kHeld * kConsumerThreads; i < kMost; i += kConsumerThreads) blocks[i] = load(job, tiles, i);
+    store_others(job, tiles, rank + kHeld * kConsumerThreads, blocks);
+  }
+
+  // Some are loaded together.
+  MPK_DEVICE static void store_others(const Job& job, Span tiles, int first, Block* blocks) {
+    constexpr int kTogether = 4;
+#pragma unroll 1
+    for (; first < kMost; first += kTogether * kConsumerThreads) {
+      GivenScale<V> given[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; u++)
+        find_block(tiles, min(first + u * kConsumerThreads, kMost - 1),
+                   [&](int which, uint32_t n, int column) { given[u] = load_given_scale<V>(job, which, n, column); });
+#pragma unroll
+      for (int u = 0; u < kTogether; u++)
+        if (const int i = first + u * kConsumerThreads; i < kMost)
+          find_block(tiles, i, [&](int which, uint32_t n, int) {
+            blocks[i] = block_scale<V>(to_float(given[u].scale), given[u], which, n);
+          });
+    }
   }
 
   // The scales and offsets for a group's sums in a block's upper and lower rows; a lane has one of each. `scales`: of
