@@ -51,8 +51,10 @@ class Cutter {
     return best;
   }
 
-  // Where x is not staged, it is converted once for each box.
-  bool can_be(const ColumnsCut& c) const { return is_staged() || (c.parts == 1 && tiles_of_worker(c) == 1); }
+  // Where x is not staged, each box would convert it.
+  bool can_be(const ColumnsCut& c) const {
+    return is_staged() || format_.bits() == 4 || (c.parts == 1 && tiles_of_worker(c) == 1);
+  }
 
   int64_t staged_bytes(const ColumnsCut& c) const {
     const int64_t columns = is_staged() ? job_.size : line_columns(), lines = is_staged() ? 1 : 2 * c.lanes;

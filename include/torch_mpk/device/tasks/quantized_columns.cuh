@@ -41,7 +41,7 @@ struct ColumnsShape : XSteps<V> {
   static constexpr int kSumsOffset = (kFactorsOffset + kFactorBytes + 127) / 128 * 128;
   static constexpr int kBlockFloats = V::kBatch * kSumPitch, kWarpFloats = kBoxes * kBlocks * kBlockFloats;
   static constexpr int kStagedBytes = kSumsOffset + kLanes * kWarpFloats * 4;
-  static_assert(V::kStaged || (V::kWorkerTiles == 1 && V::kParts == 1), "x would be converted for each box");
+  static_assert(V::kStaged || kKeepsX || (V::kWorkerTiles == 1 && V::kParts == 1), "x would be converted for each box");
 };
 
 // What belongs to the sums of a box's line: the scales of its steps, by block, or by row if rows have their own. Each
@@ -305,11 +305,11 @@ struct LinesOfX {
       ptx::commit_copies();
     }
   }
-  // Awaits and prepares a line for the first box that needs it.
-  MPK_DEVICE LineOfX take(const Job& job, uint32_t line, uint32_t turn) const {
+  // Awaits and prepares a line. `next`: the warp's next one.
+  MPK_DEVICE LineOfX take(const Job& job, uint32_t line, uint32_t turn, uint32_t next) const {
     const LineOfX x = place(line, turn);
     if constexpr (!V::kStaged) {
-      fetch(job, line + Q::kLanes, turn + 1);
+      fetch(job, next, turn + 1);
       ptx::await_copies<1>();
       __syncwarp();
     }
@@ -393,13 +393,16 @@ MPK_DEVICE void sum_lines(C& c, const Job& job, Span pass, const LinesOfX<V>& li
   using Q = ColumnsShape<V>;
   const uint32_t boxes = (pass.end - pass.begin) * V::kParts;
   lines.fetch(job, c.warp, 0);
+  uint32_t turn = 0;
 #pragma unroll 1
   for (uint32_t box = 0; box < boxes; box++) {
     BoxSums<V> sums = {};
-    uint32_t turn = 0;
 #pragma unroll 1
     for (uint32_t line = c.warp; line < Q::kLines; line += Q::kLanes, turn++) {
-      const LineOfX x = is_first && box == 0 ? lines.take(job, line, turn) : lines.place(line, turn);
+      const bool is_last = line + Q::kLanes >= Q::kLines;
+      const uint32_t next = !is_last ? line + Q::kLanes : box + 1 < boxes ? c.warp : Q::kLines;
+      const bool is_prepared = V::kStaged && (!is_first || box > 0);
+      const LineOfX x = is_prepared ? lines.place(line, turn) : lines.take(job, line, turn, next);
       const uint32_t entry = c.entry + box * Q::kLines + line;
       if (!c.ring.wait(entry, c.phase)) {
         c.failed = true;
@@ -409,9 +412,7 @@ MPK_DEVICE void sum_lines(C& c, const Job& job, Span pass, const LinesOfX<V>& li
       c.ring.release(entry);
       LineScales<V> now = scales;
       now.convert(pass, box, line, c.lane);
-      const bool is_last = line + Q::kLanes >= Q::kLines;
-      if (!is_last || box + 1 < boxes)
-        scales.load(job, pass, box + is_last, is_last ? c.warp : line + Q::kLanes, c.lane);
+      if (next < Q::kLines) scales.load(job, pass, box + is_last, next, c.lane);
       Lines<V>::multiply(sums, weights, x, now, c.lane);
     }
     store_sums<V>(left + box * Q::kBlocks * Q::kBlockFloats, sums, c.lane);
