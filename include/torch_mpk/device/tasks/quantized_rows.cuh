@@ -222,7 +222,7 @@ struct BoxScales {
 
   // Some are loaded together.
   MPK_DEVICE static void store_others(const Job& job, Span tiles, int first, Block* blocks) {
-    constexpr int kTogether = 4;
+    constexpr int kTogether = 2;
 #pragma unroll 1
     for (; first < kMost; first += kTogether * kConsumerThreads) {
       GivenScale<V> given[kTogether];
