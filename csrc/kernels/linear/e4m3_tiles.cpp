@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kFewestRows = 5;     // of x: fewer are quantised by every worker in less time than phases take
 constexpr int64_t kStepColumns = 128;  // whose sums tensor cores leave to fp32 registers
-// What a tile's block takes at least: on an H200, 96 of them took 19 to 25 us with few rows of x.
+// A tile's block takes at least so long: on an H200, 96 of them took 19 to 25 us with few rows of x.
 constexpr double kBlockNs = 220;
 constexpr int64_t kFewestBlockRows = 32;  // of weights: some tile has its part's rows in one block of scales
 // Of a tile's results. A thread has its sums twice: what tensor cores add up, and what is scaled.

@@ -156,9 +156,7 @@ class RowsWriter : public BoxedWriter {
 // Whether groups of sums that are scaled together are of columns that the kernel scales, and of rows of a box, or one.
 bool has_whole_blocks(const WeightFormat& f) {
   const bool are_columns = f.block_columns % kStepColumns == 0 || f.block_columns == 64 || f.block_columns == 32;
-  const bool are_rows = f.block_rows == 1 || f.block_rows % kBlockRows == 0 || f.block_rows >= f.rows;
-  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.has_nested_scales() &&
-         f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
+  return has_blocks_of_rows(f) && (f.scales_rows() || are_columns) &&
          (!f.quantizes_x() || f.x_columns == kStepColumns || f.x_columns >= f.columns);
 }
 

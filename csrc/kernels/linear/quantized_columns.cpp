@@ -76,7 +76,7 @@ class Cutter {
   }
 
  private:
-  // What a warp alone takes for a block of 16 rows and 128 columns, for a box beside that, and to convert as many
+  // A warp alone takes so long for a block of 16 rows and 128 columns, for a box beside that, and to convert as many
   // columns of a row of x.
   static constexpr double kStepNs = 90, kBoxNs = 60, kRowNs = 45;
 
@@ -142,9 +142,7 @@ class ColumnsWriter : public BoxedWriter {
 // Whether a line has whole steps, of which each has its scales, of rows of a block or of one.
 bool has_whole_steps(const WeightFormat& f) {
   const bool are_columns = f.block_columns % kStepColumns == 0 || f.block_columns >= f.columns;
-  const bool are_rows = f.block_rows == 1 || f.block_rows % kWarpRows == 0 || f.block_rows >= f.rows;
-  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.has_nested_scales() &&
-         f.row_bytes() % kLineBytes == 0 && (f.scales_rows() || (are_columns && are_rows)) &&
+  return has_blocks_of_rows(f) && (f.scales_rows() || are_columns) &&
          (!f.quantizes_x() || (f.bits() == 8 && (f.x_columns == kStepColumns || f.x_columns >= f.columns)));
 }
 

@@ -62,6 +62,12 @@ std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& jo
   return std::nullopt;
 }
 
+bool has_blocks_of_rows(const WeightFormat& f) {
+  const bool are_rows = f.block_rows == 1 || f.block_rows % kWarpRows == 0 || f.block_rows >= f.rows;
+  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.has_nested_scales() &&
+         f.row_bytes() % kBoxRowBytes == 0 && (f.scales_rows() || are_rows);
+}
+
 void BoxedWriter::add_weight(const Node& node, const Tensor& weight) {
   refs_.add_map(node, in_words(weight), shape_.tile_rows, shape_.chunk_bytes / 2);
 }

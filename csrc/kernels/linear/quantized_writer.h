@@ -1,4 +1,4 @@
-// What the kernels of quantized_linear have in common.
+// The kernels of quantized_linear have this in common.
 #pragma once
 
 #include <optional>
@@ -14,6 +14,9 @@ namespace mpk {
 std::optional<std::string> refuses_quantized(const Node& node);
 std::optional<std::string> refuses_quantized(const Schedule& schedule, const Job& job);
 std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& job, int64_t most_rows);
+
+// Whether each scale is of rows of a block of products, or of one row, and lines of 128 bytes are whole.
+bool has_blocks_of_rows(const WeightFormat& format);
 
 // Writes what the kernels have in common: the places of scales.
 class QuantizedWriter : public codegen::LinearWriter {

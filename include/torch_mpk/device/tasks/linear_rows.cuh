@@ -257,16 +257,11 @@ MPK_DEVICE void compute_rows(C& c, const Job& job) {
   } else if constexpr (!V::kStaged) {
     if (!c.await()) return;
   } else {
-    constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
     bool ok;
-    if constexpr (V::kSplit > 1) {
+    if constexpr (V::kSplit > 1)
       ok = stage_columns<V>(c, job, staged);
-    } else if constexpr (kWarps == 1) {
-      ok = stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, staged);
-    } else {
-      const WarpGroup<C, kWarps> group(c);
-      ok = stage_whole<V>(c, job, group, group.number, V::kBatch, staged);
-    }
+    else
+      ok = stage_all<V>(c, job, staged);
     if (!ok || !c.sync()) return;
     c.stamp(&PhaseStamps::staged);
   }

@@ -139,4 +139,16 @@ MPK_DEVICE bool stage_whole(C& c, const Job& job, Group group, int first, int st
   }
 }
 
+// Stages all rows of x.
+template <class V, class C>
+MPK_DEVICE bool stage_all(C& c, const Job& job, uint8_t* x) {
+  constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
+  if constexpr (kWarps == 1) {
+    return stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, x);
+  } else {
+    const WarpGroup<C, kWarps> group(c);
+    return stage_whole<V>(c, job, group, group.number, V::kBatch, x);
+  }
+}
+
 }  // namespace mpk::linear

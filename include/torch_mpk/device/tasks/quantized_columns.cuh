@@ -44,8 +44,8 @@ struct ColumnsShape : XSteps<V> {
   static_assert(V::kStaged || kKeepsX || (V::kWorkerTiles == 1 && V::kParts == 1), "x would be converted for each box");
 };
 
-// What belongs to the sums of a box's line: the scales of its steps, by block, or by row if rows have their own. Each
-// lane loads some of them, before the box has come, and lanes exchange them.
+// The scales of a box's line, by step and by block, or by row if rows have their own. Each lane loads some of them,
+// before the box has come, and lanes exchange them.
 template <class V>
 struct LineScales {
   using Q = ColumnsShape<V>;
@@ -324,15 +324,7 @@ template <class V, class C>
 MPK_DEVICE bool stage_lines(C& c, const Job& job, const LinesOfX<V>& lines) {
   using Q = ColumnsShape<V>;
   if constexpr (V::kStaged) {
-    constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
-    bool ok;
-    if constexpr (kWarps == 1) {
-      ok = stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, lines.staged);
-    } else {
-      const WarpGroup<C, kWarps> group(c);
-      ok = stage_whole<V>(c, job, group, group.number, V::kBatch, lines.staged);
-    }
-    if (!ok || !c.sync()) return false;
+    if (!stage_all<V>(c, job, lines.staged) || !c.sync()) return false;
   } else {
     if (!c.await()) return false;
   }

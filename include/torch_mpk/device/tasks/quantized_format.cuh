@@ -90,9 +90,9 @@ MPK_DEVICE void fetch_block_scale(const Job& job, int which, uint32_t n, uint32_
   if constexpr (V::kZero != kNoZero) ptx::prefetch_l2(place_of_zero<V>(job, which, row, column));
 }
 
+// The scale that a block's own stands for, which may be a byte with a scale of its own.
 template <class V>
-MPK_DEVICE float load_scale(const Job& job, int which, uint32_t row, uint32_t column) {
-  const auto scale = *place_of_scale<V>(job, which, row, column);
+MPK_DEVICE float widen_scale(typename V::Scale scale, const Job& job, int which, uint32_t row, uint32_t column) {
   if constexpr (V::kNestedScales) {
     const float own = V::scale_scale(job, which)[(row * V::kRowScales + column) / V::kScaleBlock];
     return fmaf(V::scale_code(job, which)[scale], own, V::scale_offset(job, which)[0]);
@@ -119,7 +119,7 @@ MPK_DEVICE GivenScale<V> load_given_scale(const Job& job, int which, uint32_t n,
   return given;
 }
 
-// Of row n, with scale `scale`.
+// The block of row n, whose whole scale is `scale`.
 template <class V>
 MPK_DEVICE BlockScale<V> block_scale(float scale, const GivenScale<V>& given, int which, uint32_t n) {
   using Block = BlockScale<V>;
@@ -137,8 +137,9 @@ MPK_DEVICE BlockScale<V> block_scale(float scale, const GivenScale<V>& given, in
 }
 template <class V>
 MPK_DEVICE BlockScale<V> load_block_scale(const Job& job, int which, uint32_t n, uint32_t column) {
-  const float scale = load_scale<V>(job, which, n / V::scale_rows(which), column);
-  return block_scale<V>(scale, load_given_scale<V>(job, which, n, column), which, n);
+  const GivenScale<V> given = load_given_scale<V>(job, which, n, column);
+  const float scale = widen_scale<V>(given.scale, job, which, n / V::scale_rows(which), column);
+  return block_scale<V>(scale, given, which, n);
 }
 
 // The number of column k, which is in `byte`.

@@ -377,13 +377,7 @@ MPK_DEVICE bool stage_x(C& c, const Job& job, uint8_t* staged) {
     }
     return true;
   } else {
-    constexpr int kWarps = warps_of_row(V::kBatch, kConsumerWarps);
-    if constexpr (kWarps == 1) {
-      return stage_whole<V>(c, job, WarpThreads<C>(c), c.warp, kConsumerWarps, staged);
-    } else {
-      const WarpGroup<C, kWarps> group(c);
-      return stage_whole<V>(c, job, group, group.number, V::kBatch, staged);
-    }
+    return stage_all<V>(c, job, staged);
   }
 }
 
