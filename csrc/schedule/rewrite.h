@@ -14,7 +14,7 @@ namespace mpk {
 // A graph that may take another's place: its first buffers are those of the other. Nothing: there is none.
 using Rewrite = std::optional<TBGraph> (*)(const TBGraph&, const Target&);
 
-// What rewrites begin with: a graph of the same buffers, without nodes.
+// Rewrites begin with this: a graph of the same buffers, without nodes.
 MPK_KERNEL_API TBGraph with_buffers_of(const TBGraph& graph);
 // Adds a node as it is.
 MPK_KERNEL_API void copy_node(TBGraph& made, const Node& node);

@@ -283,7 +283,7 @@ WITHOUT_SMALL = {
 
 
 def names() -> list[str]:
-    """Of every class of the mappings. No model is imported for them, which takes some seconds for all."""
+    """Lists every class of the mappings. No model is imported, which takes some seconds for all."""
     listed = (
         models
         for mapping in _MAPPINGS

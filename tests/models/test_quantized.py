@@ -180,7 +180,7 @@ def test_weights_of_torchao(weights: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [0, 32])
 def test_zero_points_of_int8_are_data(group: int) -> None:
-    """Those that are loaded in place are the next call's. Eager products over whole rows leave them out."""
+    """The next call has zero points that were loaded in place. Eager products over whole rows leave them out."""
     quantization = pytest.importorskip("torchao.quantization")
     linear, x = torch.nn.Linear(128, 48).bfloat16(), torch.randn(3, 128).bfloat16()
     granularity = quantization.PerGroup(group) if group else quantization.PerRow()

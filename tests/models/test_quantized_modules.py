@@ -68,8 +68,8 @@ def test_words_are_read_where_they_lie(dtype: torch.dtype) -> None:
 
 
 def test_columns_in_an_order_that_no_flag_tells() -> None:
-    """Of a model of a class that has been compiled for one whose columns are in order; and of one that was so before
-    others were loaded."""
+    """A model of a class that was compiled for columns in order has them, and a model that was in order before others
+    were loaded."""
     in_order, others = TorchLinear((64, 48), 32), TorchLinear((64, 48), 32, desc_act=True)
     others.desc_act = False
     assert error_of(in_order, torch.float32) < 1e-5

@@ -79,7 +79,7 @@ class CpuExecutable {
   // Records the times of the runs between the two calls; a run that throws leaves none.
   void start_recording();
   std::vector<LaunchTimes> stop_recording();
-  // What each phase chooses experts from; of several nodes the pairs of the first are recorded.
+  // The experts that each phase chooses from. Where several nodes choose, the first's pairs are recorded.
   std::vector<ExpertStack> phase_experts() const;
 
   // Whether nothing was written behind the last worker's scratch memory: tile tasks themselves say how much of it they
