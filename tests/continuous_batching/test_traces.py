@@ -243,6 +243,15 @@ def test_an_engine_answers_while_its_steps_are_built(caplog: pytest.LogCaptureFi
         assert decode.is_by_trace and runner.builder.is_built((True, 1))
 
 
+def test_an_eager_step_leaves_the_configuration_as_a_trace_beside_it_sees_it() -> None:
+    model, seen = serving_model(), []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(hasattr(model.config, "is_causal")))
+    with managed(model, compile_prompts=False, **SIZED) as manager:
+        manager.add_request(prompt_of(5), max_new_tokens=1)
+        results(manager, 1)
+    assert seen and not any(seen)
+
+
 def test_an_engine_that_stops_waits_for_no_more_than_the_build_that_runs() -> None:
     built: list[int] = []
     builder, begun, may_end = StepBuilder(), threading.Event(), threading.Event()

@@ -125,7 +125,7 @@ class Step:
             self.is_own, self.is_by_trace = True, False
             token = _is_own.set(True)
             try:
-                self._own(*(_without_marks(value) for value in args))
+                self._own(*(without_marks(value) for value in args))
             finally:
                 _is_own.reset(token)
 
@@ -259,7 +259,7 @@ def _rows(local: Mapping[str, Any]) -> int:
     return count
 
 
-def _without_marks(value: Any) -> Any:
+def without_marks(value: Any) -> Any:
     """A step's inputs without what says the usual: transformers writes it into the model's configuration for as long as
     a call takes, where a thread that traces would see it."""
     is_usual = isinstance(value, dict) and value.get("is_causal") is True

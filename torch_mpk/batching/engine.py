@@ -35,7 +35,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import stream_context
 
 from torch_mpk.batching import request_draws
-from torch_mpk.batching.compiled_step import Step
+from torch_mpk.batching.compiled_step import Step, without_marks
 from torch_mpk.batching.request_draws import RequestDraws
 from torch_mpk.batching.step_builder import StepBuilder
 from torch_mpk.batching.step_inputs import prepare_faster
@@ -235,6 +235,10 @@ class Runner(continuous_api.ModelRunner):
         for step in self.steps:
             if not step.is_meanwhile:  # else it has done so as it was built
                 step.publish()
+
+    def _forward_process_and_sample(self, model: Any, batch_data: dict[str, Any], *ids: torch.Tensor) -> None:
+        """An eager step, beside which a thread may trace others."""
+        super()._forward_process_and_sample(model, without_marks(batch_data), *ids)
 
     @property
     def steps(self) -> list[Step]:
