@@ -151,6 +151,61 @@ def test_x_in_stages() -> None:
     )
 
 
+WORDS = GROUPS | {"storage": torch.int32, "packed": 8}
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype", "sizes"),
+    [
+        (32, 1024, torch.bfloat16, [
+            {"n": 400, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+            {"n": 72, "storage": torch.int8, "bias": True, **ROWS},
+            {"n": 72, **ROWS},
+        ]),
+        (24, 2048, torch.float16, [
+            {"n": 232, "scale": torch.float16, "zero": torch.int32, "bias": True, **(WORDS | {"block_columns": 64})},
+            {"n": 40, "storage": torch.uint8, "scale": torch.float16, **GROUPS},
+            {"n": 40, "storage": torch.int8, "scale": torch.float16, "zero": torch.int8, "block_rows": 1,
+             "block_columns": 128},
+            {"n": 120, "storage": torch.int8, **ROWS},
+            {"n": 120, "scale": torch.bfloat16, **ROWS},
+        ]),
+        (17, 512, torch.bfloat16, [
+            {"n": 88, "scale": torch.bfloat16, "zero": torch.int32, **(WORDS | {"block_columns": 512})},
+            {"n": 64, "storage": torch.uint8, "bias": True, **(GROUPS | {"block_columns": 0})},
+        ]),
+        (60, 1536, torch.bfloat16, [
+            {"n": 264, "storage": torch.uint8, "scale": torch.bfloat16, "zero": torch.uint8, **GROUPS},
+            {"n": 136, "storage": torch.int8, **ROWS},
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes: list[dict[str, Any]]) -> None:
+    """One and several passes, boxes and parts of a worker; groups of columns, and of whole rows, with zero points of
+    each kind; heights that are no whole blocks; rows of x that are no eights."""
+    made = [call(rows, k=k, dtype=dtype, **each) for each in sizes]
+    x = torch.randn(rows, k).to(dtype)
+
+    def products(x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        left, results = list(operands), []
+        for i, each in enumerate(made):
+            given = [None if t is None else left.pop(0) for t in each.operands[1:]]
+            results.append(torch.ops.mpk.quantized_linear(x * (i + 2), *given, **each.attrs))
+        return results
+
+    given = in_place([x, *(t for each in made for t in each.operands[1:] if t is not None)])
+    lowered = lowered_call(products, given)
+    kernel = emulate(lowered.graph, workers=4)
+    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs if "quantized" in job.cut.kernel]
+    assert {cut.kernel for cut in cuts} == {"quantized_linear.warpgroups"}
+    for order in get_args(Order):
+        results = fresh(lowered)
+        launch(kernel, order, given, results, ())
+        for result, want in zip(results, products(*given), strict=True):
+            compare("y", result, want)
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
     check(
@@ -343,9 +398,11 @@ def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kerne
         ("fp8", 32),
         ("fp8", 96),
         ("int8", 1),
+        ("int8", 64),
         ("int8", 96),
         ("int4", 1),
-        ("int4", 32),
+        ("int4", 24),
+        ("int4", 64),
         ("int4", 96),
     ],
 )

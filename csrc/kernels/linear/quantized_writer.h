@@ -41,10 +41,11 @@ class BoxedWriter : public QuantizedWriter {
         constants_(std::move(constants)),
         by_rows_(by_rows) {}
 
- private:
-  void add_weight(const Node& node, const Tensor& weight) override;
   StreamRow stream_row() const override;
   std::string shape_constants() const override;
+
+ private:
+  void add_weight(const Node& node, const Tensor& weight) override;
   const char* type_of_x() const override { return job_.cut.is_staged() ? "const uint16_t*" : "const T*"; }
   void write_behind() override { write_row_sums(); }
 

@@ -46,13 +46,6 @@ struct RowsCut : TileShape, RowsFields {
   int64_t stage_bytes(int64_t element) const { return stage_columns * element; }
 };
 
-// The bytes that a worker sends of a pass in the split-K exchange: words of two floats and their tags, see
-// finish_shared.
-int64_t partial_bytes(const TileShape& shape, const RowsFields& own, int64_t batch) {
-  return round_up(own.mainloop_tiles * shape.tile_rows, 32) * batch * kTaggedFloatBytes;
-}
-int64_t num_partials(const RowsFields& own, int64_t workers) { return workers / own.split * own.split; }
-
 // The sums of squares that workers leave of each row where a norm follows: one for every 32 results of a pass.
 int64_t count_row_sums(const TileShape& shape, const RowsFields& own, int64_t tiles, int64_t workers) {
   const int64_t groups = workers / own.split, passes = divide_up(divide_up(tiles, groups), own.mainloop_tiles);
@@ -285,7 +278,7 @@ class RowsWriter : public codegen::LinearWriter {
 
   std::string write_places() override {
     if (own_.split == 1) return "";
-    return codegen::constant("kPartialBytes", partial_bytes(shape_, own_, batch_)) +
+    return codegen::constant("kPartialBytes", partial_bytes(own_.mainloop_tiles * shape_.tile_rows, batch_)) +
            codegen::returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.cut.scratch->offset));
   }
 
@@ -360,7 +353,8 @@ class Rows : public Kernel {
     cut.shape = static_cast<const TileShape&>(best);
     cut.fields = list_fields<RowsFields>(best);
     if (best.split > 1)
-      cut.scratch = Scratch{num_partials(best, linears.workers) * partial_bytes(best, best, linears.batch)};
+      cut.scratch = Scratch{num_partials(best.split, linears.workers) *
+                            partial_bytes(best.mainloop_tiles * best.tile_rows, linears.batch)};
     if (cut.row_sums) cut.row_sums->count = count_row_sums(best, best, cut.num_tiles, linears.workers);
     cut.cost_ns = cutter.nanoseconds(best);
     return {cut};
@@ -378,7 +372,8 @@ class Rows : public Kernel {
     if (own.split != 1) prove_split(proof, s, own);
     prove_stages(proof, s, own);
     const int64_t workers = proof.schedule().target.num_workers;
-    const int64_t bytes = own.split == 1 ? 0 : num_partials(own, workers) * partial_bytes(s, own, proof.rows());
+    const int64_t of_worker = partial_bytes(own.mainloop_tiles * s.tile_rows, proof.rows());
+    const int64_t bytes = own.split == 1 ? 0 : num_partials(own.split, workers) * of_worker;
     proof.require_scratch(bytes);
     if (!cut.row_sums) return;
     const int64_t sums = count_row_sums(s, own, cut.num_tiles, workers);

@@ -413,6 +413,48 @@ MPK_DEVICE uint32_t mask_and_flip(uint32_t word, uint32_t mask, uint32_t flips) 
   return result;
 }
 
+// Two neighbouring numbers of T at a time, each result rounded once: a - b, a * b, a * b + c.
+template <class T>
+MPK_DEVICE uint32_t subtract_pairs(uint32_t a, uint32_t b);
+template <class T>
+MPK_DEVICE uint32_t multiply_pairs(uint32_t a, uint32_t b);
+template <class T>
+MPK_DEVICE uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c);
+#define MPK_PAIRS(T, type)                                                     \
+  template <>                                                                  \
+  MPK_DEVICE uint32_t subtract_pairs<T>(uint32_t a, uint32_t b) {              \
+    uint32_t d;                                                                \
+    asm("sub.rn." type " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));             \
+    return d;                                                                  \
+  }                                                                            \
+  template <>                                                                  \
+  MPK_DEVICE uint32_t multiply_pairs<T>(uint32_t a, uint32_t b) {              \
+    uint32_t d;                                                                \
+    asm("mul.rn." type " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));             \
+    return d;                                                                  \
+  }                                                                            \
+  template <>                                                                  \
+  MPK_DEVICE uint32_t fma_pairs<T>(uint32_t a, uint32_t b, uint32_t c) {       \
+    uint32_t d;                                                                \
+    asm("fma.rn." type " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); \
+    return d;                                                                  \
+  }
+MPK_PAIRS(__nv_bfloat16, "bf16x2")
+MPK_PAIRS(__half, "f16x2")
+#undef MPK_PAIRS
+
+// Loads a byte, or two, from shared memory.
+MPK_DEVICE uint32_t load_shared_8(SharedAddress from) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+MPK_DEVICE uint32_t load_shared_16(SharedAddress from) {
+  uint32_t v;
+  asm volatile("{\n.reg .u16 t;\nld.shared.u16 t, [%1];\ncvt.u32.u16 %0, t;\n}" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory; each lane gets two elements of each. Lane 8 i + r
 // gives the address of row r of matrix i, 16 bytes.
 MPK_DEVICE Quad load_matrices(SharedAddress row) {
@@ -455,6 +497,8 @@ MPK_DEVICE SwizzledMatrix swizzled(const void* p) {
 }
 // The same from a column on, a multiple of 16 of the row's 64.
 MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return m + column * 2 / 16; }
+// From a row on, a multiple of 8.
+MPK_DEVICE SwizzledMatrix from_row(SwizzledMatrix m, int row) { return m + row * 128 / 16; }
 
 template <class T, int columns>
 MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
@@ -462,6 +506,10 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
 // D = A B^T.
 template <int columns, bool adds>
 MPK_DEVICE void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
+// The same with A in registers, 16 rows in those of each warp as `mma` has its first factor. They may change once the
+// product has been awaited.
+template <class T, int columns>
+MPK_DEVICE void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b);
 
 #define MPK_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
@@ -517,6 +565,28 @@ MPK_DEVICE void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, Swizzl
   MPK_MULTIPLY(T, type, 256, 128, 128, 129)
 MPK_MULTIPLY_ALL(__nv_bfloat16, "bf16")
 MPK_MULTIPLY_ALL(__half, "f16")
+#define MPK_MULTIPLY_REGISTERS(T, type, columns, sums, a0, a1, a2, a3, b)                              \
+  template <>                                                                                          \
+  MPK_DEVICE void multiply_registers<T, columns>(float (&d)[sums], const Quad& x, SwizzledMatrix y) {  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MPK_##sums \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;"                   \
+                 : MPK_OF_##sums(d, 0)                                                                 \
+                 : "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]), "l"(y)                          \
+                 : "memory");                                                                          \
+  }
+#define MPK_MULTIPLY_REGISTERS_ALL(T, type)                   \
+  MPK_MULTIPLY_REGISTERS(T, type, 8, 4, 4, 5, 6, 7, 8)        \
+  MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12)    \
+  MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16) \
+  MPK_MULTIPLY_REGISTERS(T, type, 32, 16, 16, 17, 18, 19, 20) \
+  MPK_MULTIPLY_REGISTERS(T, type, 40, 20, 20, 21, 22, 23, 24) \
+  MPK_MULTIPLY_REGISTERS(T, type, 48, 24, 24, 25, 26, 27, 28) \
+  MPK_MULTIPLY_REGISTERS(T, type, 56, 28, 28, 29, 30, 31, 32) \
+  MPK_MULTIPLY_REGISTERS(T, type, 64, 32, 32, 33, 34, 35, 36)
+MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16")
+MPK_MULTIPLY_REGISTERS_ALL(__half, "f16")
+#undef MPK_MULTIPLY_REGISTERS_ALL
+#undef MPK_MULTIPLY_REGISTERS
 #define MPK_MULTIPLY_BYTES(columns, sums, a, b, adds)                                                               \
   template <>                                                                                                       \
   MPK_DEVICE void multiply_bytes<columns, adds>(float (&d)[sums], SwizzledMatrix x, SwizzledMatrix y) {             \

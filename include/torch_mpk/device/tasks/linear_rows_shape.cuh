@@ -64,6 +64,16 @@ constexpr int weight_bits() {
   }
 }
 
+// The most stages of x that are in shared memory at a time, where a variant says so itself.
+template <class V>
+constexpr int held_stages() {
+  if constexpr (requires { V::kHeldStages; }) {
+    return V::kHeldStages;
+  } else {
+    return V::kByWarpgroups ? stages_held(V::kStageColumns) : kStages;
+  }
+}
+
 // Constants derived from a variant.
 template <RowsSizes V>
 struct RowsShape {
@@ -82,7 +92,7 @@ struct RowsShape {
   // A worker's stages of x, and the chunks of a stage.
   static constexpr int kChunksOfStage = V::kStageColumns / V::kChunkSize, kNumStages = kChunks / kChunksOfStage;
   static_assert(kChunks % kChunksOfStage == 0);
-  static constexpr int kStagesHeld = V::kByWarpgroups ? stages_held(V::kStageColumns) : kStages;
+  static constexpr int kStagesHeld = held_stages<V>();
   // Blocks that a warp multiplies together, so that it reads x once for them: where that, and not memory, is the limit,
   // and there are registers for them, as there are not while weights of 4 bits are converted.
   static constexpr int kTogether = V::kBatch > 16 && kHeld == 2 && weight_bits<V>() > (V::kBatch > 32 ? 8 : 4) ? 2 : 1;

@@ -215,6 +215,35 @@ void mma(float (&d)[4], Quad a, Pair b) {
     }
 }
 
+// Two neighbouring numbers of T at a time. In double every product is exact, and its sum as good as that.
+template <class T, class Function>
+uint32_t of_pairs(Function function) {
+  uint32_t pair = 0;
+  for (int i = 0; i < 2; i++) {
+    const T result(static_cast<float>(function(i)));
+    uint16_t bits;
+    std::memcpy(&bits, &result, 2);
+    pair |= uint32_t(bits) << 16 * i;
+  }
+  return pair;
+}
+template <class T>
+double in_double(uint32_t word, int i) {
+  return static_cast<float>(half_of<T>(word, i));
+}
+template <class T>
+uint32_t subtract_pairs(uint32_t a, uint32_t b) {
+  return of_pairs<T>([&](int i) { return in_double<T>(a, i) - in_double<T>(b, i); });
+}
+template <class T>
+uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  return of_pairs<T>([&](int i) { return in_double<T>(a, i) * in_double<T>(b, i); });
+}
+template <class T>
+uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  return of_pairs<T>([&](int i) { return in_double<T>(a, i) * in_double<T>(b, i) + in_double<T>(c, i); });
+}
+
 // In float, where the sums are exact that kernels make of halves.
 inline __half2 fma_halves(__half2 a, __half2 b, __half2 c) {
   const auto one = [](__half x, __half y, __half z) {
@@ -261,6 +290,12 @@ inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) {
   return chosen;
 }
 
+inline uint32_t load_shared_8(SharedAddress from) { return *reinterpret_cast<const uint8_t*>(from); }
+inline uint32_t load_shared_16(SharedAddress from) {
+  uint16_t v;
+  std::memcpy(&v, reinterpret_cast<const void*>(from), 2);
+  return v;
+}
 inline Quad load_matrices(SharedAddress row) {
   emulator::warp_collect(&row, sizeof(row));
   Quad m;
@@ -299,6 +334,7 @@ inline SwizzledMatrix swizzled(const void* p) {
   return {static_cast<const uint8_t*>(p), 0};
 }
 inline SwizzledMatrix from_column(SwizzledMatrix m, int column) { return {m.rows, m.column + column}; }
+inline SwizzledMatrix from_row(SwizzledMatrix m, int row) { return {m.rows + row * 128, m.column}; }
 // 16 elements of a row; the first one's column is a multiple of 8.
 template <class T>
 void read_row(float (&x)[16], const SwizzledMatrix& m, int row) {
@@ -326,6 +362,22 @@ void multiply_rows(float (&d)[columns / 2], const SwizzledMatrix& a, const Swizz
 template <class T, int columns>
 void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
   multiply_rows<columns, 16>(d, a, b, [](float (&x)[16], const SwizzledMatrix& m, int row) { read_row<T>(x, m, row); });
+}
+template <class T, int columns>
+void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b) {
+  Quad as[4];  // of the lanes that have a lane's rows
+  emulator::warp_collect(&a, sizeof(a));
+  for (int i = 0; i < 4; i++) std::memcpy(&as[i], emulator::warp_value(lane_id() / 4 * 4 + i), sizeof(a));
+  float y[16];
+  for (int j = 0; j < columns / 8; j++)
+    for (int e = 0; e < 2; e++) {
+      read_row<T>(y, b, 8 * j + lane_id() % 4 * 2 + e);
+      for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 16; k++) {
+          const T x = half_of<T>(as[k % 8 / 2].v[k / 8 * 2 + i], k % 2);
+          d[4 * j + 2 * i + e] = std::fma(static_cast<float>(x), y[k], d[4 * j + 2 * i + e]);
+        }
+    }
 }
 // 32 e4m3 numbers of a row, where 16 elements would be.
 inline void read_row_of_bytes(float (&x)[32], const SwizzledMatrix& m, int row) {

@@ -1,0 +1,355 @@
+// quantized_linear with many rows of x, by warpgroups: rows of weights are the first factor of the products, which
+// tensor cores take from registers, and rows of x the second, in boxes of shared memory as in linear_rows.cuh. So
+// weights become numbers of x's type in registers, on their way from the ring, and nothing of x is converted.
+//
+// An entry of the ring is a line: 128 bytes of each of V::kBoxRows rows of weights. A lane loads the two neighbours
+// that it multiplies, one byte of 4-bit weights, and leaves the ring early. Numbers take scales and zero points before
+// they are multiplied, and are rounded as the matrices of dequantise.cuh are.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear_rows.cuh"
+#include "torch_mpk/device/tasks/quantized_weights.cuh"
+
+namespace mpk::linear {
+
+template <class V, class C>
+concept QuantizedWarpgroupsVariant =
+    RowsVariant<V, C> && QuantizedSizes<V> && HasScales<V> && sizeof(typename V::T) == 2 && V::kXScaleColumns == 0 &&
+    Constants<int, V::kHeldStages>;
+
+template <class V>
+struct WarpgroupsShape {
+  using S = RowsShape<V>;
+  // The columns of a line, and those that are in registers together, twice: one slice is multiplied while the next one
+  // is converted.
+  static constexpr int kLine = V::kChunkSize, kSlice = 32, kSteps = kSlice / 16, kSlices = kLine / kSlice;
+  static_assert(kLine == 128 * 8 / V::kWeightBits && V::kByWarpgroups && V::kBoxesOfX && !V::kStaged);
+  static_assert(S::kWarps == kWarpgroups * kWarpgroupWarps && V::kXRows % 8 == 0 && V::kBoxRows <= kWarpgroupRows);
+  // Columns that share a scale, of those of a line.
+  static constexpr int kGroup = V::kScaleColumns > 0 && V::kScaleColumns < kLine ? V::kScaleColumns : kLine;
+  static constexpr int kGroups = kLine / kGroup;
+  static_assert(kGroup % kSlice == 0 && kBoxColumns % kSlice == 0);
+};
+
+// The number that stands above what a weight's bits are converted to, see `widen`.
+template <class V>
+constexpr float above() {
+  if constexpr (V::kWeightBits == 4) {
+    return FourBits<typename V::T>::kAbove;
+  } else {
+    return !V::kIsE4M3 && kSame<typename V::T, __half> ? 1024 + 128 : 0;
+  }
+}
+
+// Loads two neighbouring weights.
+template <class V>
+MPK_DEVICE uint32_t load_pair(ptx::SharedAddress from) {
+  if constexpr (V::kWeightBits == 4) {
+    return ptx::load_shared_8(from);
+  } else {
+    return ptx::load_shared_16(from);
+  }
+}
+
+// Makes two weights numbers of T that are `above` what they stand for.
+template <class V>
+MPK_DEVICE uint32_t widen(uint32_t pair) {
+  using T = typename V::T;
+  if constexpr (V::kWeightBits == 4) {
+    constexpr uint32_t kBase = FourBits<T>::kBase;
+    return ptx::mask_and_flip(pair * 0x1001u, 0x000f000f, V::kHasMiddle ? kBase : kBase ^ 0x00080008);
+  } else if constexpr (V::kIsE4M3) {
+    const uint32_t halves = ptx::halves_of_e4m3(static_cast<uint16_t>(pair));
+    if constexpr (kSame<T, __half>) {
+      return halves;
+    } else {
+      const float2 numbers = __half22float2(reinterpret_cast<const __half2&>(halves));
+      const __nv_bfloat162 exact = __floats2bfloat162_rn(numbers.x, numbers.y);
+      return reinterpret_cast<const uint32_t&>(exact);
+    }
+  } else {
+    const uint32_t bytes = ptx::choose_bytes(pair, 0, 0x4140);  // each in 16 bits
+    if constexpr (kSame<T, __half>) {
+      return ptx::mask_and_flip(bytes, 0x00ff00ff, 0x64806480);
+    } else {
+      // bfloat16 has room for 7 bits: they are above 128, of which the sign takes one or two.
+      return ptx::subtract_pairs<T>(ptx::mask_and_flip(bytes, 0x007f007f, 0x43004300),
+                                    ptx::mask_and_flip(bytes, 0x00800080, 0x43004300));
+    }
+  }
+}
+
+template <class T>
+MPK_DEVICE uint32_t bits_of(T number) {
+  static_assert(sizeof(T) == 2);
+  return reinterpret_cast<const uint16_t&>(number);
+}
+// A number twice.
+template <class T>
+MPK_DEVICE uint32_t pair_of(T number) {
+  return bits_of(number) * 0x10001u;
+}
+
+// A warp's 16 rows of a box: which weight's they are, the first, and the last that there is, which stands for missing
+// ones.
+struct WarpRows {
+  int which;
+  uint32_t first, last;
+
+  template <class V>
+  MPK_DEVICE static WarpRows of(Span pass, uint32_t box, uint32_t warp) {
+    const uint32_t tile = pass.begin + box / V::kParts;
+    const int segment = segment_of<V>(tile);
+    return {V::kParts > 1 ? static_cast<int>(box % V::kParts) : segment,
+            (tile - V::first_tile(segment)) * V::kBoxRows + warp * kWarpRows, V::num_rows(segment) - 1};
+  }
+};
+
+// What is taken from a pair of widened weights, what they are multiplied by, and what is added then.
+struct PairFactors {
+  uint32_t taken, scale, added;
+};
+
+// The scales and zero points of a warp's 16 rows of a line, group after group. A lane loads some of them, long before
+// they are needed, and lanes exchange them then.
+template <class V, bool there = !V::kScalesByRow>
+struct LineFactors {
+  using Q = WarpgroupsShape<V>;
+  using T = typename V::T;
+  static constexpr int kCount = Q::kGroups * kWarpRows, kOfLane = (kCount + 31) / 32;
+  GivenScale<V> given[kOfLane];
+
+  // Calls `use` with the places of those of a lane: row and column of the weight's scales, and the number.
+  template <class Use>
+  MPK_DEVICE static void find_places(const WarpRows& rows, uint32_t line, int lane, Use use) {
+#pragma unroll
+    for (int i = 0; i < kOfLane; i++) {
+      const int number = min(lane + 32 * i, kCount - 1);
+      use(min(rows.first + number % kWarpRows, rows.last), line * Q::kLine / V::kScaleColumns + number / kWarpRows, i);
+    }
+  }
+  MPK_DEVICE void load(const Job& job, const WarpRows& rows, uint32_t line, int lane) {
+    find_places(rows, line, lane, [&](uint32_t n, uint32_t column, int i) {
+      given[i] = load_given_scale<V>(job, rows.which, n, column);
+    });
+  }
+
+  // The scale in the low half of a word, and in the high half what is added, or taken.
+  struct Words {
+    uint32_t words[kOfLane];
+    // For half `i` of the rows, of which a lane has one.
+    MPK_DEVICE PairFactors find(int group, int i, int lane) const {
+      const int number = group * kWarpRows + 8 * i;
+      const uint32_t word = __shfl_sync(~0u, words[number / 32], number % 32 + lane / 4);
+      const uint32_t scale = ptx::low_halves(word, word), other = ptx::high_halves(word, word);
+      return V::kZero == kAddedZero ? PairFactors{pair_of(cast<T>(above<V>())), scale, other}
+                                    : PairFactors{other, scale, 0};
+    }
+  };
+  MPK_DEVICE Words words(const WarpRows& rows, uint32_t line, int lane) const {
+    Words packed;
+    find_places(rows, line, lane, [&](uint32_t n, uint32_t, int i) {
+      T other = cast<T>(above<V>());
+      if constexpr (V::kZero == kAddedZero)
+        other = given[i].zero_point;
+      else if constexpr (V::kZero != kNoZero)
+        other = cast<T>(above<V>() + to_float(block_scale<V>(0, given[i], rows.which, n).zero_point));
+      packed.words[i] = ptx::low_halves(bits_of(given[i].scale), bits_of(other));
+    });
+    return packed;
+  }
+  MPK_DEVICE static uint32_t apply(uint32_t widened, const PairFactors& f) {
+    const uint32_t numbers = ptx::subtract_pairs<T>(widened, f.taken);
+    if constexpr (V::kZero == kAddedZero)
+      return ptx::fma_pairs<T>(numbers, f.scale, f.added);
+    else
+      return ptx::multiply_pairs<T>(numbers, f.scale);
+  }
+
+  // To L2, before anything is awaited: eight at a time, whichever way they are neighbours.
+  MPK_DEVICE static void fetch(const Job& job, Span tiles, int rank) {
+    constexpr uint32_t kColumns = (V::kSize + V::kScaleColumns - 1) / V::kScaleColumns;
+    const uint32_t row_step = V::scale_pitch(0) == 1 ? 8 : 1, column_step = V::scale_column_pitch(0) == 1 ? 8 : 1;
+    const uint32_t rows = V::kBoxRows / row_step, columns = (kColumns + column_step - 1) / column_step;
+    const uint32_t count = (tiles.end - tiles.begin) * V::kParts * rows * columns;
+#pragma unroll 1
+    for (uint32_t number = rank; number < count; number += kConsumerThreads) {
+      const uint32_t at = number / columns, box = at / rows, tile = tiles.begin + box / V::kParts;
+      const int segment = segment_of<V>(tile), which = V::kParts > 1 ? box % V::kParts : segment;
+      const uint32_t n = (tile - V::first_tile(segment)) * V::kBoxRows + at % rows * row_step;
+      fetch_block_scale<V>(job, which, min(n, V::num_rows(segment) - 1), number % columns * column_step);
+    }
+  }
+};
+// Where V::finish applies them.
+template <class V>
+struct LineFactors<V, false> {
+  using T = typename V::T;
+  struct Words {
+    MPK_DEVICE PairFactors find(int, int, int) const { return {pair_of(cast<T>(above<V>())), 0, 0}; }
+  };
+  MPK_DEVICE void load(const Job&, const WarpRows&, uint32_t, int) {}
+  MPK_DEVICE Words words(const WarpRows&, uint32_t, int) const { return {}; }
+  MPK_DEVICE static uint32_t apply(uint32_t widened, const PairFactors& f) {
+    return above<V>() == 0 ? widened : ptx::subtract_pairs<T>(widened, f.taken);
+  }
+  MPK_DEVICE static void fetch(const Job&, Span, int) {}
+};
+
+// Loads a slice of a warp's 16 rows of a line, as first factors of products. `line`: the lane's first weights of its
+// upper row. 16 bytes of a row are in the copy engine's swizzle. Rows behind a box's last are what stands in the slot,
+// and their products go nowhere.
+template <class V>
+MPK_DEVICE void convert_slice(ptx::Quad (&weights)[WarpgroupsShape<V>::kSteps], ptx::SharedAddress line, int slice,
+                              const PairFactors (&factors)[2]) {
+  using Q = WarpgroupsShape<V>;
+#pragma unroll
+  for (int k = 0; k < Q::kSteps; k++)
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      const int byte = (slice * Q::kSlice + k * 16 + m / 2 * 8) * V::kWeightBits / 8;
+      const ptx::SharedAddress from = (line ^ byte / 16 * 16) + byte % 16 + m % 2 * 8 * 128;
+      weights[k].v[m] = LineFactors<V>::apply(widen<V>(load_pair<V>(from)), factors[m % 2]);
+    }
+}
+
+// A warpgroup's mainloop: it multiplies the boxes of a line, or turns of lines, that multiply_by_warpgroup would.
+template <class V, class C>
+MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass,
+                                   WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], const uint8_t* stages) {
+  using S = RowsShape<V>;
+  using Q = WarpgroupsShape<V>;
+  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  const uint32_t boxes = (pass.end - pass.begin) * V::kParts, group = c.warp / kWarpgroupWarps;
+  const uint32_t first = c.worker(job) % V::kSplit * S::kChunks;
+  const uint32_t warp = c.warp % kWarpgroupWarps;
+  const bool has_rows = warp < S::kBlocksOfBox;  // else it multiplies nothing, beside the others
+  const auto box_of = [&](int h) { return kTakesTurns ? 0 : group + h * kWarpgroups; };
+  LineFactors<V> factors;  // of the next line
+  const auto load_factors = [&](uint32_t box, uint32_t chunk) {
+    if (has_rows && box < boxes && chunk < S::kChunks)
+      factors.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
+  };
+  load_factors(box_of(0), kTakesTurns ? group : 0);
+  ptx::Quad weights[2][Q::kSteps] = {};
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
+    const StageState<V> stage(c.stage + turn);
+    if (!c.failed) c.failed = !stage.await(c);
+    c.stamp_first(&PhaseStamps::staged);
+#pragma unroll 1
+    for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfStage) % kWarpgroups : 0; i < S::kChunksOfStage;
+         i += kTakesTurns ? kWarpgroups : 1) {
+      const uint32_t chunk = turn * S::kChunksOfStage + i;
+#pragma unroll
+      for (int h = 0; h < S::kHeld; h++) {
+        const uint32_t box = box_of(h), entry = c.entry + chunk * boxes + box;
+        if (box >= boxes) break;
+        if (!c.failed && !c.ring.has(entry)) {
+          // A call may use registers that products in flight read or write.
+#pragma unroll
+          for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
+          c.failed = !c.ring.wait_longer(entry, c.phase);
+        }
+        const uint8_t* x = stages + warp_uniform(stage.offset());
+        const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
+                                        c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
+        const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
+        const typename LineFactors<V>::Words words =
+            factors.words(WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
+        if (h + 1 < S::kHeld && box_of(h + 1) < boxes)
+          load_factors(box_of(h + 1), chunk);
+        else
+          load_factors(box_of(0), chunk + (kTakesTurns ? kWarpgroups : 1));
+        PairFactors of_group[2];
+#pragma unroll
+        for (int slice = 0; slice < Q::kSlices; slice++) {
+          if (slice * Q::kSlice % Q::kGroup == 0)
+#pragma unroll
+            for (int i = 0; i < 2; i++) of_group[i] = words.find(slice * Q::kSlice / Q::kGroup, i, c.lane);
+          ptx::await_products<1>();  // those that read the same registers
+          if (has_rows) convert_slice<V>(weights[slice % 2], line, slice, of_group);
+          if (slice == Q::kSlices - 1) c.ring.release_share(entry);
+          const int column = slice * Q::kSlice;
+          const ptx::SwizzledMatrix block = ptx::from_row(columns, column / kBoxColumns * V::kXRows);
+          ptx::begin_products();
+#pragma unroll
+          for (int k = 0; k < Q::kSteps; k++)
+            ptx::multiply_registers<typename V::T, V::kXRows>(sums[h], weights[slice % 2][k],
+                                                              ptx::from_column(block, column % kBoxColumns + 16 * k));
+          ptx::commit_products();
+        }
+      }
+    }
+    ptx::await_products<0>();
+    c.stages().release(stage.barrier(), c.lane);
+  }
+#pragma unroll
+  for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+}
+
+// One pass over the worker's part of K. Leaves a warpgroup's sums in shared memory, as PassSums finds them.
+template <class V, class C>
+MPK_DEVICE bool sum_converted(C& c, const Job& job, Span pass, uint8_t* staged) {
+  using S = RowsShape<V>;
+  const uint32_t boxes = (pass.end - pass.begin) * V::kParts;
+  WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
+  if (c.warp >= S::kWarps)
+    c.failed |= !load_boxes<V>(c, job, staged);
+  else
+    multiply_converted<V>(c, job, pass, sums, staged);
+  c.entry += S::kChunks * boxes;
+  c.stage += S::kNumStages;
+  if (!c.sync()) return false;  // the stages are no longer read
+  const uint32_t warp = c.warp % kWarpgroupWarps;
+  if (c.warp < S::kWarps && warp < S::kBlocksOfBox) {
+    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) {
+      const uint32_t box = c.warp / kWarpgroupWarps + h * kWarpgroups;  // or the turn of the chunks
+      if (S::kMaxBoxes > 1 && box >= boxes) break;
+      store_block<V>(to + (box * S::kBlocksOfBox + warp) * S::kBlockFloats, sums[h], c.lane);
+    }
+  }
+  return c.sync();
+}
+
+template <class V, class C>
+MPK_DEVICE void compute_quantized_warpgroups(C& c, const Job& job) {
+  static_assert(QuantizedWarpgroupsVariant<V, C>);
+  using S = RowsShape<V>;
+  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  static_assert((V::kBoxRows + 8) / 16 * 16 * 128 <= C::Config::kSlotBytes);
+  static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kMainloopTiles >= V::kNumTiles,
+                "sums of another pass would take the place of those that are polled");
+  constexpr int kUnaligned = C::Config::kStagedOffset % kBoxAlignment;
+  uint8_t* staged = c.staged() + (kUnaligned != 0 ? kBoxAlignment - kUnaligned : 0);
+  const Span tiles = shared_span(V::kNumTiles, c.worker(job), V::kSplit, C::Config::kNumWorkers);
+  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kMainloopTiles)}; };
+  const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
+  typename V::Extra extra{};
+  constexpr bool kPreloads = V::kHasExtra && V::kSplit == 1;
+  LineFactors<V>::fetch(job, tiles, c.rank);
+  if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
+  if constexpr (V::kEarly || !kPreloads) {
+    if (!c.await_warps()) return;  // only the producer warps await the events
+    if (c.warp >= S::kWarps || tiles.begin == tiles.end) c.await_events();
+  } else {
+    if (!c.await()) return;
+  }
+#pragma unroll 1
+  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kMainloopTiles) {
+    const Span pass = pass_from(first);
+    if constexpr (kPreloads)
+      if (!V::kEarly || first != tiles.begin) extra = preload(pass);
+    if (!sum_converted<V>(c, job, pass, staged)) return;
+    const PassSums<V> sums(Shares<V>(pass.end - pass.begin), staged);
+    if constexpr (V::kSplit > 1)
+      finish_shared<V>(c, job, pass, sums, RowSums<V>(c, job, 0));
+    else
+      finish_tiles<V>(c, job, pass, sums, RowSums<V>(c, job, 0), extra);
+    if (pass.end < tiles.end && !c.sync()) return;
+  }
+}
+
+}  // namespace mpk::linear
