@@ -82,7 +82,7 @@ class MPK_KERNEL_API Kernel {
 
   // Its demands on a launch for a node that no other kernel of the task accepts; nothing: any launch will do, or it
   // refuses the node.
-  virtual std::optional<Demands> demands(const Node&) const { return std::nullopt; }
+  virtual std::optional<Demands> demands(const TBGraph&, const Node&) const { return std::nullopt; }
 
   // The bytes of ring slots, each of `slot_bytes`, that a launch fills for a job; 0: no say.
   virtual double filled_bytes(const Schedule&, const Job&, int64_t /*slot_bytes*/) const { return 0; }

@@ -178,14 +178,23 @@ WORDS = GROUPS | {"storage": torch.int32, "packed": 8}
             {"n": 264, "storage": torch.uint8, "scale": torch.bfloat16, "zero": torch.uint8, **GROUPS},
             {"n": 136, "storage": torch.int8, **ROWS},
         ]),
+        (12, 1024, torch.float16, [
+            {"n": 520, "bias": True, **FP8},
+            {"n": 200, "scale": torch.float8_e8m0fnu, **FP8},
+        ]),
+        (40, 4096, torch.bfloat16, [
+            {"n": 200, **FP8},
+            {"n": 72, "bias": True, "x_columns": -1, **ROWS},
+            {"n": 136, "x_scale": 0.02, "block_rows": 0, "block_columns": 0},
+        ]),
     ],
     ids=str,
 )  # fmt: skip
 def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes: list[dict[str, Any]]) -> None:
     """One and several passes, boxes and parts of a worker; groups of columns, and of whole rows, with zero points of
-    each kind; heights that are no whole blocks; rows of x that are no eights."""
+    each kind; heights that are no whole blocks; rows of x that are no eights. An x that is quantised is so before."""
     made = [call(rows, k=k, dtype=dtype, **each) for each in sizes]
-    x = torch.randn(rows, k).to(dtype)
+    x, quantises = torch.randn(rows, k).to(dtype), any("x_scale" in each or "x_columns" in each for each in sizes)
 
     def products(x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
         left, results = list(operands), []
@@ -197,8 +206,10 @@ def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes
     given = in_place([x, *(t for each in made for t in each.operands[1:] if t is not None)])
     lowered = lowered_call(products, given)
     kernel = emulate(lowered.graph, workers=4)
-    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs if "quantized" in job.cut.kernel]
-    assert {cut.kernel for cut in cuts} == {"quantized_linear.warpgroups"}
+    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs]
+    kernels = {cut.kernel for cut in cuts} - {"pointwise", "tile"}
+    assert rows not in (24, 40) or {cut.fields.get("split", 1) for cut in cuts} > {1}
+    assert kernels == {f"{'e4m3' if quantises else 'quantized'}_linear.warpgroups"}
     for order in get_args(Order):
         results = fresh(lowered)
         launch(kernel, order, given, results, ())
@@ -378,8 +389,20 @@ def test_an_x_that_warps_copy_line_by_line(weights: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("weights", "task", "bodies"), [("int4", "quantized_linear", [1, 1]), ("fp8", "e4m3_linear", [3, 1, 2, 1])]
+)
+def test_a_decoder_whose_warpgroups_multiply_lines(weights: str, task: str, bodies: list[int]) -> None:
+    """Where a norm stands in front, 4 bits have another kernel."""
+    sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 40, "layers": 1}
+    kernel = emulate(decoder(batch=24, weights=weights, **sizes), workers=6)
+    jobs = [job for phase in kernel.schedule.phases for job in phase.jobs if job.cut.kernel == f"{task}.warpgroups"]
+    assert [len(job.body) for job in jobs] == bodies
+    check_decoder(kernel, [40 - i for i in range(24)], 39, 4e-2)
+
+
+@pytest.mark.parametrize(
     ("weights", "batch", "kernel"),
-    [("fp8", 40, "e4m3_linear.tiles"), ("fp8", 70, "e4m3_linear.tiles"), ("int4", 70, "dequantise")],
+    [("fp8", 70, "e4m3_linear.tiles"), ("int4", 70, "dequantise")],
 )
 def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kernel: str) -> None:
     sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 90}
@@ -395,7 +418,7 @@ def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kerne
     [
         ("fp8", 1),
         ("fp8", 8),
-        ("fp8", 32),
+        ("fp8", 24),
         ("fp8", 96),
         ("int8", 1),
         ("int8", 64),

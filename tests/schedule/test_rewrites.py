@@ -58,11 +58,15 @@ def test_the_quicker_launch_is_taken(rows: int) -> None:
     assert tasks == ({"quantized_linear"} if rows == 4 else {"quantise_rows", "e4m3_linear"})
 
 
-@pytest.mark.parametrize(("rows", "arch", "storage"), [(70, 100, "float8_e4m3fn"), (64, 90, "int8")])
-def test_what_cannot_be_multiplied_together_keeps_the_graph(rows: int, arch: int, storage: str) -> None:
-    """On another chip, and beside weights that are converted in registers."""
-    tasks = [node.task for node in schedule(rows, arch=arch, storage=storage).graph.nodes]
+def test_a_chip_without_products_of_warpgroups_keeps_the_graph() -> None:
+    tasks = [node.task for node in schedule(70, arch=100).graph.nodes]
     assert tasks == ["quantized_linear"] * 3
+
+
+def test_weights_that_are_converted_in_registers_stand_beside() -> None:
+    """Up to 64 rows need no launch whose warps all multiply together."""
+    tasks = [node.task for node in schedule(64, storage="int8").graph.nodes]
+    assert tasks == ["quantise_rows", "e4m3_linear", "e4m3_linear", "quantized_linear"]
 
 
 def test_matrices_of_prompts_take_turns_at_few_places() -> None:

@@ -70,7 +70,7 @@ class FlashKernel : public Kernel {
  public:
   using Kernel::Kernel;
 
-  std::optional<Demands> demands(const Node& node) const override {
+  std::optional<Demands> demands(const TBGraph&, const Node& node) const override {
     if (refuses_products(node)) return std::nullopt;
     return of_warpgroups();
   }

@@ -7,6 +7,7 @@
 #include "../../codegen/text.h"
 #include "../../schedule/rewrite.h"
 #include "blocks.h"
+#include "e4m3.h"
 #include "quantise_rows.h"
 #include "tiles.h"
 
@@ -115,6 +116,43 @@ std::optional<TBGraph> quantise_rows(const TBGraph& graph, const Target& target)
   return QuantisesRows(graph).result();
 }
 
+}  // namespace
+
+std::optional<std::string> refuses_e4m3(const Node& node) {
+  for (const char* name : {"x", "weight"})
+    if (auto why = refuses_dtype(node.operand(name), DType::kE4M3)) return why;
+  if (auto why = refuses_dtype(node.operand("x_scales"), DType::kF32)) return why;
+  const Operand& y = node.operands.back();
+  if (!is_reduced_float(y.tensor.dtype)) return "its result is not of 16-bit floats";
+  if (const Operand* bias = node.find("bias"))
+    if (auto why = refuses_dtype(*bias, y.tensor.dtype)) return why;
+  for (const char* name : {"x", "weight", "bias", "y"})
+    if (const Operand* operand = node.find(name))
+      if (auto why = refuses_inner_stride(*operand)) return why;
+  if (auto why = WeightFormat::refuses(node)) return why;
+  const WeightFormat format = WeightFormat::of(node);
+  if (format.columns / std::max<int64_t>(format.x_columns, 1) != node.operand("x_scales").tensor.shape[1])
+    return "x_scales are not those of " + std::to_string(format.x_columns) + " columns";
+  return std::nullopt;
+}
+
+std::optional<std::string> refuses_e4m3(const Schedule& schedule, const Job& job) {
+  if (auto why = refuses_weights(schedule, job)) return why;
+  const auto scales = [&](int n) { return schedule.graph.nodes()[n].operand("x_scales").tensor; };
+  if (!std::ranges::all_of(job.body, [&](int n) { return same_view(scales(n), scales(job.body.front())); }))
+    return "linears of one x have different scales of it";
+  return std::nullopt;
+}
+
+std::string x_scales_members(codegen::Refs& refs, const Node& node) {
+  using namespace codegen;
+  const Tensor& scales = node.operand("x_scales").tensor;
+  return returning("const float*", "x_scales(const Job& job)", refs.pointer(node, scales)) +
+         constant("kXScalePitch", scales.strides[0]) + constant("kXScaleStep", scales.strides[1]);
+}
+
+namespace {
+
 // ---- the kernel
 
 class E4M3Writer : public TilesWriter {
@@ -126,12 +164,9 @@ class E4M3Writer : public TilesWriter {
   std::string write_places() override {
     using namespace codegen;
     const WeightFormat format = WeightFormat::of(first_);
-    const Tensor& scales = first_.operand("x_scales").tensor;
     return TilesWriter::write_places() + constant("kElementBytes", element_) +
            flag("kScalesByRow", format.scales_rows()) + constant("kScaleColumns", format.block_columns) +
-           constant("kXScaleColumns", format.x_columns) +
-           returning("const float*", "x_scales(const Job& job)", refs_.pointer(first_, scales)) +
-           constant("kXScalePitch", scales.strides[0]) + constant("kXScaleStep", scales.strides[1]) +
+           constant("kXScaleColumns", format.x_columns) + x_scales_members(refs_, first_) +
            write_block_rows(context_, job_) + write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
   }
 };
@@ -141,32 +176,19 @@ class E4M3Tiles : public TilesKernel {
   E4M3Tiles() : TilesKernel("e4m3_linear.tiles") {}
 
  private:
-  std::optional<Demands> demands(const Node&) const override { return of_warpgroups(); }
+  std::optional<Demands> demands(const TBGraph& graph, const Node& node) const override {
+    if (multiplies_lines(graph, node)) return std::nullopt;
+    return of_warpgroups();
+  }
 
   std::optional<std::string> refuses_node(const Node& node, const Target& target) const override {
     if (!arch_of(target.arch).has_warpgroup_products) return "the chip's warps do not multiply together";
-    for (const char* name : {"x", "weight"})
-      if (auto why = refuses_dtype(node.operand(name), DType::kE4M3)) return why;
-    if (auto why = refuses_dtype(node.operand("x_scales"), DType::kF32)) return why;
-    const Operand& y = node.operands.back();
-    if (!is_reduced_float(y.tensor.dtype)) return "its result is not of 16-bit floats";
-    if (const Operand* bias = node.find("bias"))
-      if (auto why = refuses_dtype(*bias, y.tensor.dtype)) return why;
-    for (const char* name : {"x", "weight", "bias", "y"})
-      if (const Operand* operand = node.find(name))
-        if (auto why = refuses_inner_stride(*operand)) return why;
-    if (auto why = WeightFormat::refuses(node)) return why;
-    const WeightFormat format = WeightFormat::of(node);
-    if (format.columns / std::max<int64_t>(format.x_columns, 1) != node.operand("x_scales").tensor.shape[1])
-      return "x_scales are not those of " + std::to_string(format.x_columns) + " columns";
-    return refuses_scales(format);
+    if (auto why = refuses_e4m3(node)) return why;
+    return refuses_scales(WeightFormat::of(node));
   }
 
   std::optional<std::string> refuses_matrices(const Schedule& schedule, const Job& job) const override {
-    if (auto why = refuses_weights(schedule, job)) return why;
-    const auto scales = [&](int n) { return schedule.graph.nodes()[n].operand("x_scales").tensor; };
-    if (!std::ranges::all_of(job.body, [&](int n) { return same_view(scales(n), scales(job.body.front())); }))
-      return "linears of one x have different scales of it";
+    if (auto why = refuses_e4m3(schedule, job)) return why;
     if (!can_load_tiles(schedule, job)) return "x or a weight is not in aligned rows of a multiple of 128 numbers";
     return std::nullopt;
   }

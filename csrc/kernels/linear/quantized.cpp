@@ -166,7 +166,7 @@ class Rows : public Kernel {
 
  private:
   std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
-    return refuses_quantized(node);
+    return refuses_reduced(node);
   }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {

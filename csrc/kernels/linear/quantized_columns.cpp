@@ -152,7 +152,7 @@ class Columns : public Kernel {
 
  private:
   std::optional<std::string> refuses_node(const Node& node, const Target&) const override {
-    return refuses_quantized(node);
+    return refuses_reduced(node);
   }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {

@@ -49,11 +49,15 @@ std::string QuantizedWriter::write_places() {
   return format_.has_zero() ? text + write_blocks(context_, refs_, job_, "zero", "Zero", "zero") : text;
 }
 
+std::optional<std::string> refuses_reduced(const Node& node) {
+  const DType x = node.operand("x").tensor.dtype;
+  if (!is_reduced_float(x)) return "x is " + std::string(info(x).name) + ", not of 16-bit floats";
+  return refuses_quantized(node);
+}
+
 std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& job, int64_t most_rows) {
   if (auto refusal = refuses_quantized(schedule, job)) return refusal;
   const Linears linears(schedule, job);
-  const Tensor& x = Linears::input(schedule, job);
-  if (!is_reduced_float(x.dtype)) return "x is " + std::string(info(x.dtype).name) + ", not of 16-bit floats";
   if (linears.batch > most_rows)
     return "x has " + std::to_string(linears.batch) + " rows, expected at most " + std::to_string(most_rows);
   if (!linears.arch.has_bulk_copies) return "the chip has no copy engine";

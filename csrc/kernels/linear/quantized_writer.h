@@ -10,9 +10,12 @@
 
 namespace mpk {
 
-// Why no kernel takes the node, or the job; or none of those that have boxes of weights, and up to some rows of x.
+// Why no kernel takes the node, or the job.
 std::optional<std::string> refuses_quantized(const Node& node);
 std::optional<std::string> refuses_quantized(const Schedule& schedule, const Job& job);
+// Why no kernel of an x of 16-bit floats takes the node.
+std::optional<std::string> refuses_reduced(const Node& node);
+// Why no kernel takes the job that has boxes of weights, and up to some rows of x.
 std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& job, int64_t most_rows);
 
 // Whether each scale is of rows of a block of products, or of one row, and lines of 128 bytes are whole.

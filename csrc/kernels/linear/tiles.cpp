@@ -196,7 +196,7 @@ class Tiles : public TilesKernel {
   Tiles() : TilesKernel("linear.tiles") {}
 
  private:
-  std::optional<Demands> demands(const Node& node) const override {
+  std::optional<Demands> demands(const TBGraph&, const Node& node) const override {
     if (node.operand("x").tensor.shape[0] < kFewestTileRows) return std::nullopt;
     return of_warpgroups();
   }

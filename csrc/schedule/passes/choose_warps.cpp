@@ -25,7 +25,8 @@ void choose_warps(Draft& draft) {
   if (!arch_of(draft.target().arch).has_warpgroup_products) return;
   for (const Node& node : draft.graph().nodes())
     for (const Kernel* kernel : kernels_of(*node.def))
-      if (const std::optional<Demands> demands = kernel->demands(node)) join(draft.schedule.warps, *demands);
+      if (const std::optional<Demands> demands = kernel->demands(draft.graph(), node))
+        join(draft.schedule.warps, *demands);
 }
 
 }  // namespace mpk

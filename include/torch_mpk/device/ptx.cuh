@@ -597,7 +597,13 @@ MPK_MULTIPLY_REGISTERS_ALL(__half, "f16")
                  : "memory");                                                                                       \
   }
 #define MPK_MULTIPLY_BYTES_ALL(adds)       \
+  MPK_MULTIPLY_BYTES(8, 4, 4, 5, adds)     \
+  MPK_MULTIPLY_BYTES(16, 8, 8, 9, adds)    \
+  MPK_MULTIPLY_BYTES(24, 12, 12, 13, adds) \
   MPK_MULTIPLY_BYTES(32, 16, 16, 17, adds) \
+  MPK_MULTIPLY_BYTES(40, 20, 20, 21, adds) \
+  MPK_MULTIPLY_BYTES(48, 24, 24, 25, adds) \
+  MPK_MULTIPLY_BYTES(56, 28, 28, 29, adds) \
   MPK_MULTIPLY_BYTES(64, 32, 32, 33, adds) \
   MPK_MULTIPLY_BYTES(96, 48, 48, 49, adds) \
   MPK_MULTIPLY_BYTES(128, 64, 64, 65, adds)

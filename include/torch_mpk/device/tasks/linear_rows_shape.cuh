@@ -60,7 +60,7 @@ constexpr int weight_bits() {
   if constexpr (requires { V::kWeightBits; }) {
     return V::kWeightBits;
   } else {
-    return 8 * sizeof(typename V::T);
+    return 8 * element_bytes<V>();
   }
 }
 
@@ -102,7 +102,8 @@ struct RowsShape {
       V::kBoxesOfX ? kBoxRowBytes : (V::kStaged ? V::kSize / V::kSplit : V::kChunkSize) * int(sizeof(T)) + 16;
   static_assert(!V::kBoxesOfX || V::kXRows % 8 == 0, "blocks of 64 columns would be swizzled differently");
   static constexpr int kBlockPitch = V::kBoxesOfX ? V::kXRows * kBoxRowBytes : kBoxRowBytes;  // to the next 64 columns
-  static constexpr int kBytesOfX = V::kXRows * V::kStageColumns * int(sizeof(T));             // of a box
+  static constexpr int kBytesOfX = V::kXRows * V::kStageColumns * element_bytes<V>();         // of a box
+  static constexpr int kBlocksOfStage = V::kStageColumns * element_bytes<V>() / kBoxRowBytes;
   static constexpr int kStageBytes =
       V::kBoxesOfX ? (kBytesOfX + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment : V::kBatch * kPitch;
   // Sums of a block in shared memory, [row of x][row of weights], free of bank conflicts.

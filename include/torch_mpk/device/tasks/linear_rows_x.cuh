@@ -74,8 +74,7 @@ MPK_DEVICE bool load_boxes(C& c, const Job& job, uint8_t* stages) {
     if (!__all_sync(~0u, place.await_free(c))) break;
     if (c.lane == 0) {
       ptx::mbar_arrive_expect(full, S::kBytesOfX);
-      ptx::box_load(stages + place.offset(), map, 0, chunks.at(turn) * (V::kStageColumns / kBoxColumns), full,
-                    ptx::kEvictNormal);
+      ptx::box_load(stages + place.offset(), map, 0, chunks.at(turn) * S::kBlocksOfStage, full, ptx::kEvictNormal);
     } else {
       ptx::mbar_arrive(full);
     }

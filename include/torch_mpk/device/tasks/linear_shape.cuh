@@ -55,6 +55,16 @@ concept Variant =
     } && RowChain<typename V::template Chain<WarpThreads<C>>, WarpThreads<C>, typename V::T, uint32_t> &&
     RowChain<typename V::template Chain<CtaThreads<C>>, CtaThreads<C>, typename V::T, uint32_t>;  // to stage a row of x
 
+// The bytes of an element of x, and of the weights: two, unless the variant says otherwise.
+template <class V>
+constexpr int element_bytes() {
+  if constexpr (requires { V::kElementBytes; }) {
+    return V::kElementBytes;
+  } else {
+    return 2;
+  }
+}
+
 // A variant whose weights bypass the ring.
 template <class V, class C>
 concept DirectVariant = Variant<V, C> && Constants<int, V::kWeightRows, V::kXRows> && Constants<bool, V::kAligned> &&

@@ -54,16 +54,6 @@ concept EndsWithRows = requires(int segment) {
 // Columns of a strip, at most `most`, that divide a share.
 constexpr int strip_of(int share, int most) { return share % most == 0 ? most : strip_of(share, most / 2); }
 
-// The bytes of an element of x, and of the weights: two, unless the variant says otherwise.
-template <class V>
-constexpr int element_bytes() {
-  if constexpr (requires { V::kElementBytes; }) {
-    return V::kElementBytes;
-  } else {
-    return 2;
-  }
-}
-
 // Constants derived from a variant.
 template <TilesSizes V>
 struct TilesShape {

@@ -7,24 +7,21 @@
 // they are multiplied, and are rounded as the matrices of dequantise.cuh are.
 #pragma once
 
-#include "torch_mpk/device/tasks/linear_rows.cuh"
+#include "torch_mpk/device/tasks/linear_warpgroups.cuh"
 #include "torch_mpk/device/tasks/quantized_weights.cuh"
 
 namespace mpk::linear {
 
 template <class V, class C>
-concept QuantizedWarpgroupsVariant =
-    RowsVariant<V, C> && QuantizedSizes<V> && HasScales<V> && sizeof(typename V::T) == 2 && V::kXScaleColumns == 0 &&
-    Constants<int, V::kHeldStages>;
+concept QuantizedWarpgroupsVariant = WarpgroupsVariant<V, C> && QuantizedSizes<V> && HasScales<V> &&
+                                     sizeof(typename V::T) == 2 && V::kXScaleColumns == 0;
 
 template <class V>
-struct WarpgroupsShape {
-  using S = RowsShape<V>;
+struct ConvertedShape {
   // The columns of a line, and those that are in registers together, twice: one slice is multiplied while the next one
   // is converted.
   static constexpr int kLine = V::kChunkSize, kSlice = 32, kSteps = kSlice / 16, kSlices = kLine / kSlice;
-  static_assert(kLine == 128 * 8 / V::kWeightBits && V::kByWarpgroups && V::kBoxesOfX && !V::kStaged);
-  static_assert(S::kWarps == kWarpgroups * kWarpgroupWarps && V::kXRows % 8 == 0 && V::kBoxRows <= kWarpgroupRows);
+  static_assert(kLine == 128 * 8 / V::kWeightBits);
   // Columns that share a scale, of those of a line.
   static constexpr int kGroup = V::kScaleColumns > 0 && V::kScaleColumns < kLine ? V::kScaleColumns : kLine;
   static constexpr int kGroups = kLine / kGroup;
@@ -90,21 +87,6 @@ MPK_DEVICE uint32_t pair_of(T number) {
   return bits_of(number) * 0x10001u;
 }
 
-// A warp's 16 rows of a box: which weight's they are, the first, and the last that there is, which stands for missing
-// ones.
-struct WarpRows {
-  int which;
-  uint32_t first, last;
-
-  template <class V>
-  MPK_DEVICE static WarpRows of(Span pass, uint32_t box, uint32_t warp) {
-    const uint32_t tile = pass.begin + box / V::kParts;
-    const int segment = segment_of<V>(tile);
-    return {V::kParts > 1 ? static_cast<int>(box % V::kParts) : segment,
-            (tile - V::first_tile(segment)) * V::kBoxRows + warp * kWarpRows, V::num_rows(segment) - 1};
-  }
-};
-
 // What is taken from a pair of widened weights, what they are multiplied by, and what is added then.
 struct PairFactors {
   uint32_t taken, scale, added;
@@ -114,7 +96,7 @@ struct PairFactors {
 // they are needed, and lanes exchange them then.
 template <class V, bool there = !V::kScalesByRow>
 struct LineFactors {
-  using Q = WarpgroupsShape<V>;
+  using Q = ConvertedShape<V>;
   using T = typename V::T;
   static constexpr int kCount = Q::kGroups * kWarpRows, kOfLane = (kCount + 31) / 32;
   GivenScale<V> given[kOfLane];
@@ -200,9 +182,9 @@ struct LineFactors<V, false> {
 // upper row. 16 bytes of a row are in the copy engine's swizzle. Rows behind a box's last are what stands in the slot,
 // and their products go nowhere.
 template <class V>
-MPK_DEVICE void convert_slice(ptx::Quad (&weights)[WarpgroupsShape<V>::kSteps], ptx::SharedAddress line, int slice,
+MPK_DEVICE void convert_slice(ptx::Quad (&weights)[ConvertedShape<V>::kSteps], ptx::SharedAddress line, int slice,
                               const PairFactors (&factors)[2]) {
-  using Q = WarpgroupsShape<V>;
+  using Q = ConvertedShape<V>;
 #pragma unroll
   for (int k = 0; k < Q::kSteps; k++)
 #pragma unroll
@@ -213,143 +195,53 @@ MPK_DEVICE void convert_slice(ptx::Quad (&weights)[WarpgroupsShape<V>::kSteps], 
     }
 }
 
-// A warpgroup's mainloop: it multiplies the boxes of a line, or turns of lines, that multiply_by_warpgroup would.
+// A warpgroup's mainloop.
 template <class V, class C>
-MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass,
-                                   WarpgroupSums<V::kXRows> (&sums)[RowsShape<V>::kHeld], const uint8_t* stages) {
+MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
-  using Q = WarpgroupsShape<V>;
-  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
-  const uint32_t boxes = (pass.end - pass.begin) * V::kParts, group = c.warp / kWarpgroupWarps;
-  const uint32_t first = c.worker(job) % V::kSplit * S::kChunks;
-  const uint32_t warp = c.warp % kWarpgroupWarps;
+  using Q = ConvertedShape<V>;
+  const OwnLines<V> own(pass, c.warp);
+  const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
   const bool has_rows = warp < S::kBlocksOfBox;  // else it multiplies nothing, beside the others
-  const auto box_of = [&](int h) { return kTakesTurns ? 0 : group + h * kWarpgroups; };
-  LineFactors<V> factors;  // of the next line
-  const auto load_factors = [&](uint32_t box, uint32_t chunk) {
-    if (has_rows && box < boxes && chunk < S::kChunks)
+  LineFactors<V> factors;                        // of the next line
+  ptx::Quad weights[2][Q::kSteps] = {};
+  const auto load = [&](uint32_t box, uint32_t chunk) {
+    if (has_rows && box < own.boxes && chunk < S::kChunks)
       factors.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  load_factors(box_of(0), kTakesTurns ? group : 0);
-  ptx::Quad weights[2][Q::kSteps] = {};
-#pragma unroll 1
-  for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
-    const StageState<V> stage(c.stage + turn);
-    if (!c.failed) c.failed = !stage.await(c);
-    c.stamp_first(&PhaseStamps::staged);
-#pragma unroll 1
-    for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfStage) % kWarpgroups : 0; i < S::kChunksOfStage;
-         i += kTakesTurns ? kWarpgroups : 1) {
-      const uint32_t chunk = turn * S::kChunksOfStage + i;
+  own.each(c, sums, stages, load, [&](int h, uint32_t chunk, uint32_t entry, const uint8_t* x, int i, auto load_next) {
+    const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
+                                    c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
+    const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
+    const auto words = factors.words(WarpRows::of<V>(pass, own.box(h), warp), first + chunk, c.lane);
+    load_next();
+    PairFactors of_group[2];
 #pragma unroll
-      for (int h = 0; h < S::kHeld; h++) {
-        const uint32_t box = box_of(h), entry = c.entry + chunk * boxes + box;
-        if (box >= boxes) break;
-        if (!c.failed && !c.ring.has(entry)) {
-          // A call may use registers that products in flight read or write.
+    for (int slice = 0; slice < Q::kSlices; slice++) {
+      if (slice * Q::kSlice % Q::kGroup == 0)
 #pragma unroll
-          for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
-          c.failed = !c.ring.wait_longer(entry, c.phase);
-        }
-        const uint8_t* x = stages + warp_uniform(stage.offset());
-        const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
-                                        c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
-        const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
-        const typename LineFactors<V>::Words words =
-            factors.words(WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
-        if (h + 1 < S::kHeld && box_of(h + 1) < boxes)
-          load_factors(box_of(h + 1), chunk);
-        else
-          load_factors(box_of(0), chunk + (kTakesTurns ? kWarpgroups : 1));
-        PairFactors of_group[2];
+        for (int half = 0; half < 2; half++) of_group[half] = words.find(slice * Q::kSlice / Q::kGroup, half, c.lane);
+      ptx::await_products<1>();  // those that read the same registers
+      if (has_rows) convert_slice<V>(weights[slice % 2], line, slice, of_group);
+      if (slice == Q::kSlices - 1) c.ring.release_share(entry);
+      const int column = slice * Q::kSlice;
+      const ptx::SwizzledMatrix block = ptx::from_row(columns, column / kBoxColumns * V::kXRows);
+      ptx::begin_products();
 #pragma unroll
-        for (int slice = 0; slice < Q::kSlices; slice++) {
-          if (slice * Q::kSlice % Q::kGroup == 0)
-#pragma unroll
-            for (int i = 0; i < 2; i++) of_group[i] = words.find(slice * Q::kSlice / Q::kGroup, i, c.lane);
-          ptx::await_products<1>();  // those that read the same registers
-          if (has_rows) convert_slice<V>(weights[slice % 2], line, slice, of_group);
-          if (slice == Q::kSlices - 1) c.ring.release_share(entry);
-          const int column = slice * Q::kSlice;
-          const ptx::SwizzledMatrix block = ptx::from_row(columns, column / kBoxColumns * V::kXRows);
-          ptx::begin_products();
-#pragma unroll
-          for (int k = 0; k < Q::kSteps; k++)
-            ptx::multiply_registers<typename V::T, V::kXRows>(sums[h], weights[slice % 2][k],
-                                                              ptx::from_column(block, column % kBoxColumns + 16 * k));
-          ptx::commit_products();
-        }
-      }
+      for (int k = 0; k < Q::kSteps; k++)
+        ptx::multiply_registers<typename V::T, V::kXRows>(sums[h], weights[slice % 2][k],
+                                                          ptx::from_column(block, column % kBoxColumns + 16 * k));
+      ptx::commit_products();
     }
-    ptx::await_products<0>();
-    c.stages().release(stage.barrier(), c.lane);
-  }
-#pragma unroll
-  for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
-}
-
-// One pass over the worker's part of K. Leaves a warpgroup's sums in shared memory, as PassSums finds them.
-template <class V, class C>
-MPK_DEVICE bool sum_converted(C& c, const Job& job, Span pass, uint8_t* staged) {
-  using S = RowsShape<V>;
-  const uint32_t boxes = (pass.end - pass.begin) * V::kParts;
-  WarpgroupSums<V::kXRows> sums[S::kHeld] = {};
-  if (c.warp >= S::kWarps)
-    c.failed |= !load_boxes<V>(c, job, staged);
-  else
-    multiply_converted<V>(c, job, pass, sums, staged);
-  c.entry += S::kChunks * boxes;
-  c.stage += S::kNumStages;
-  if (!c.sync()) return false;  // the stages are no longer read
-  const uint32_t warp = c.warp % kWarpgroupWarps;
-  if (c.warp < S::kWarps && warp < S::kBlocksOfBox) {
-    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
-#pragma unroll
-    for (int h = 0; h < S::kHeld; h++) {
-      const uint32_t box = c.warp / kWarpgroupWarps + h * kWarpgroups;  // or the turn of the chunks
-      if (S::kMaxBoxes > 1 && box >= boxes) break;
-      store_block<V>(to + (box * S::kBlocksOfBox + warp) * S::kBlockFloats, sums[h], c.lane);
-    }
-  }
-  return c.sync();
+  });
 }
 
 template <class V, class C>
 MPK_DEVICE void compute_quantized_warpgroups(C& c, const Job& job) {
   static_assert(QuantizedWarpgroupsVariant<V, C>);
-  using S = RowsShape<V>;
-  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
-  static_assert((V::kBoxRows + 8) / 16 * 16 * 128 <= C::Config::kSlotBytes);
-  static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kMainloopTiles >= V::kNumTiles,
-                "sums of another pass would take the place of those that are polled");
-  constexpr int kUnaligned = C::Config::kStagedOffset % kBoxAlignment;
-  uint8_t* staged = c.staged() + (kUnaligned != 0 ? kBoxAlignment - kUnaligned : 0);
-  const Span tiles = shared_span(V::kNumTiles, c.worker(job), V::kSplit, C::Config::kNumWorkers);
-  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kMainloopTiles)}; };
-  const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
-  typename V::Extra extra{};
-  constexpr bool kPreloads = V::kHasExtra && V::kSplit == 1;
-  LineFactors<V>::fetch(job, tiles, c.rank);
-  if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
-  if constexpr (V::kEarly || !kPreloads) {
-    if (!c.await_warps()) return;  // only the producer warps await the events
-    if (c.warp >= S::kWarps || tiles.begin == tiles.end) c.await_events();
-  } else {
-    if (!c.await()) return;
-  }
-#pragma unroll 1
-  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kMainloopTiles) {
-    const Span pass = pass_from(first);
-    if constexpr (kPreloads)
-      if (!V::kEarly || first != tiles.begin) extra = preload(pass);
-    if (!sum_converted<V>(c, job, pass, staged)) return;
-    const PassSums<V> sums(Shares<V>(pass.end - pass.begin), staged);
-    if constexpr (V::kSplit > 1)
-      finish_shared<V>(c, job, pass, sums, RowSums<V>(c, job, 0));
-    else
-      finish_tiles<V>(c, job, pass, sums, RowSums<V>(c, job, 0), extra);
-    if (pass.end < tiles.end && !c.sync()) return;
-  }
+  compute_by_warpgroups<V, false>(
+      c, job, [&](Span tiles) { LineFactors<V>::fetch(job, tiles, c.rank); },
+      [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) { multiply_converted<V>(c, job, pass, sums, stages); });
 }
 
 }  // namespace mpk::linear

@@ -1,0 +1,152 @@
+// What linears have in common whose warpgroups multiply lines of weights by boxes of x: rows of weights are the first
+// factor of the products, and rows of x, as many eights as there are, the second. A line is an entry of the ring: 128
+// bytes of each of V::kBoxRows rows. Stages of x, tiles, split-K, and what becomes of the sums are as in
+// linear_rows.cuh.
+#pragma once
+
+#include "torch_mpk/device/tasks/linear_rows.cuh"
+
+namespace mpk::linear {
+
+template <class V, class C>
+concept WarpgroupsVariant = RowsVariant<V, C> && Constants<int, V::kHeldStages>;
+
+// A thread's sums of its warpgroup's boxes.
+template <class V>
+using HeldSums = WarpgroupSums<V::kXRows>[RowsShape<V>::kHeld];
+
+// Which boxes of a pass, or which lines of its only box, a warpgroup multiplies.
+template <class V>
+struct OwnLines {
+  using S = RowsShape<V>;
+  static constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  uint32_t boxes, group;
+
+  MPK_DEVICE OwnLines(Span pass, uint32_t warp)
+      : boxes((pass.end - pass.begin) * V::kParts), group(warp / kWarpgroupWarps) {}
+  MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? 0 : group + h * kWarpgroups; }
+  // Of the lines of a stage: the first, and from one to the next.
+  MPK_DEVICE uint32_t first(uint32_t stage) const {
+    return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
+  }
+  static constexpr uint32_t kStep = kTakesTurns ? kWarpgroups : 1;
+
+  // Calls `take` with the h-th box's line `chunk` of the worker's part of K, its ring entry, and the line's number in
+  // the stage `x`; and `load` with the box and the line that come next, before the first and in each turn. A warp whose
+  // wait aborts goes on with whatever stands in the ring, since the other warps of its warpgroup cannot multiply
+  // without it.
+  template <class C, class Load, class Take>
+  MPK_DEVICE void each(C& c, HeldSums<V>& sums, const uint8_t* stages, Load load, Take take) const {
+    load(box(0), kTakesTurns ? group : 0u);
+#pragma unroll 1
+    for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
+      const StageState<V> stage(c.stage + turn);
+      if (!c.failed) c.failed = !stage.await(c);
+      c.stamp_first(&PhaseStamps::staged);
+#pragma unroll 1
+      for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kStep) {
+        const uint32_t chunk = turn * S::kChunksOfStage + i;
+#pragma unroll
+        for (int h = 0; h < S::kHeld; h++) {
+          const uint32_t entry = c.entry + chunk * boxes + box(h);
+          if (box(h) >= boxes) break;
+          if (!c.failed && !c.ring.has(entry)) {
+            // A call may use registers that products in flight read or write.
+#pragma unroll
+            for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
+            c.failed = !c.ring.wait_longer(entry, c.phase);
+          }
+          const bool is_last = h + 1 == S::kHeld || box(h + 1) >= boxes;
+          take(h, chunk, entry, stages + warp_uniform(stage.offset()), i,
+               [&] { load(is_last ? box(0) : box(h + 1), is_last ? chunk + kStep : chunk); });
+        }
+      }
+      ptx::await_products<0>();
+      c.stages().release(stage.barrier(), c.lane);
+    }
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+  }
+};
+
+// A warp's 16 rows of a box: which weight's they are, the first, and the last that there is, which stands for missing
+// ones.
+struct WarpRows {
+  int which;
+  uint32_t first, last;
+
+  template <class V>
+  MPK_DEVICE static WarpRows of(Span pass, uint32_t box, uint32_t warp) {
+    const uint32_t tile = pass.begin + box / V::kParts;
+    const int segment = segment_of<V>(tile);
+    return {V::kParts > 1 ? static_cast<int>(box % V::kParts) : segment,
+            (tile - V::first_tile(segment)) * V::kBoxRows + warp * kWarpRows, V::num_rows(segment) - 1};
+  }
+};
+
+// Leaves the sums of a pass in shared memory, as PassSums finds them. False when the launch was aborted.
+template <class V, class C>
+MPK_DEVICE bool leave_sums(C& c, Span pass, const HeldSums<V>& sums, uint8_t* staged) {
+  using S = RowsShape<V>;
+  const uint32_t warp = c.warp % kWarpgroupWarps, boxes = (pass.end - pass.begin) * V::kParts;
+  if (c.warp < S::kWarps && warp < S::kBlocksOfBox) {
+    float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) {
+      const uint32_t box = c.warp / kWarpgroupWarps + h * kWarpgroups;  // or the turn of the lines
+      if (S::kMaxBoxes > 1 && box >= boxes) break;
+      store_block<V>(to + (box * S::kBlocksOfBox + warp) * S::kBlockFloats, sums[h], c.lane);
+    }
+  }
+  return c.sync();
+}
+
+// `fetch(tiles)` comes before anything is awaited; `sum(pass, sums, stages)` is a warpgroup's mainloop. `reads_scales`:
+// whether warpgroups read what another phase has made besides x.
+template <class V, bool reads_scales, class C, class Fetch, class Sum>
+MPK_DEVICE void compute_by_warpgroups(C& c, const Job& job, Fetch fetch, Sum sum) {
+  using S = RowsShape<V>;
+  static_assert(V::kByWarpgroups && V::kBoxesOfX && !V::kStaged && V::kXRows % 8 == 0);
+  static_assert(S::kWarps == kWarpgroups * kWarpgroupWarps && V::kBoxRows <= kWarpgroupRows && S::kBoxesOfBlock == 1);
+  static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  static_assert(kWarpgroupRows * 128 <= C::Config::kSlotBytes, "missing rows are read where there is no slot");
+  static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kMainloopTiles >= V::kNumTiles,
+                "sums of another pass would take the place of those that are polled");
+  constexpr int kUnaligned = C::Config::kStagedOffset % kBoxAlignment;
+  uint8_t* staged = c.staged() + (kUnaligned != 0 ? kBoxAlignment - kUnaligned : 0);
+  const Span tiles = shared_span(V::kNumTiles, c.worker(job), V::kSplit, C::Config::kNumWorkers);
+  const auto pass_from = [&](uint32_t tile) { return Span{tile, min(tiles.end, tile + V::kMainloopTiles)}; };
+  const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
+  typename V::Extra extra{};
+  constexpr bool kPreloads = V::kHasExtra && V::kSplit == 1;
+  fetch(tiles);
+  if constexpr (V::kEarly && kPreloads) extra = preload(pass_from(tiles.begin));
+  if constexpr (!reads_scales && (V::kEarly || !kPreloads)) {
+    if (!c.await_warps()) return;  // only the producer warps await the events
+    if (c.warp >= S::kWarps || tiles.begin == tiles.end) c.await_events();
+  } else {
+    if (!c.await()) return;
+  }
+#pragma unroll 1
+  for (uint32_t first = tiles.begin; first < tiles.end; first += V::kMainloopTiles) {
+    const Span pass = pass_from(first);
+    if constexpr (kPreloads)
+      if (!V::kEarly || first != tiles.begin) extra = preload(pass);
+    HeldSums<V> sums = {};
+    if (c.warp >= S::kWarps)
+      c.failed |= !load_boxes<V>(c, job, staged);
+    else
+      sum(pass, sums, staged);
+    c.entry += S::kChunks * (pass.end - pass.begin) * V::kParts;
+    c.stage += S::kNumStages;
+    if (!c.sync() || !leave_sums<V>(c, pass, sums, staged)) return;  // stages are no longer read
+    const PassSums<V> of_pass(Shares<V>(pass.end - pass.begin), staged);
+    if constexpr (V::kSplit > 1)
+      finish_shared<V>(c, job, pass, of_pass, RowSums<V>(c, job, 0));
+    else
+      finish_tiles<V>(c, job, pass, of_pass, RowSums<V>(c, job, 0), extra);
+    if (pass.end < tiles.end && !c.sync()) return;
+  }
+}
+
+}  // namespace mpk::linear
