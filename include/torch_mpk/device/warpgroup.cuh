@@ -1,7 +1,8 @@
-// Products of warpgroups: four warps multiply matrices in shared memory (wgmma, compute capability 9.0).
+// Products of warpgroups: four warps multiply matrices.
 #pragma once
 
 #include "torch_mpk/device/consumer.cuh"
+#include "torch_mpk/device/wgmma.cuh"
 
 namespace mpk {
 
