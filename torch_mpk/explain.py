@@ -49,6 +49,7 @@ from torch_mpk.warn_once import quiet
 aten = torch.ops.aten
 
 _NUM_RUNS = 5  # timed, after one that is not
+_STORED = {torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8}  # that a quantised weight is named by
 _GATHERS = {embedding: 1, aten.embedding.default: 0, aten.index_select.default: 0}  # -> the argument they read rows of
 _LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")  # "model.layers.7.mlp" -> "model.layers.7"
 
@@ -306,7 +307,7 @@ def _is_work(segment: Segment) -> bool:
 def _name(node: fx.Node) -> str:
     """A call's task, and how its weights are stored where that is not as x is."""
     dtypes = {arg.meta["val"].dtype for arg in node.all_input_nodes if isinstance(arg.meta["val"], torch.Tensor)}
-    stored = dtypes & {torch.float8_e4m3fn, torch.int8} if node.target.role == "stream" else set()
+    stored = dtypes & _STORED if node.target.role == "stream" else set()
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in stored)
     return f"{node.target.name} of {names}" if names else node.target.name
 

@@ -7,11 +7,11 @@
 
 namespace mpk {
 
-enum class DType : uint8_t { kBool, kU8, kI8, kI16, kI32, kI64, kF16, kBF16, kF32, kF64, kE4M3, kE8M0 };
+enum class DType : uint8_t { kBool, kU8, kI8, kI16, kI32, kI64, kF16, kBF16, kF32, kF64, kE4M3, kE8M0, kE2M1 };
 
 // Programs and kernels compute with the first kNumDTypes. The others are storage of quantised weights and their scales,
 // see weight_format.h.
-inline constexpr int kNumDTypes = 10, kNumStoredDTypes = 12;
+inline constexpr int kNumDTypes = 10, kNumStoredDTypes = 13;
 
 struct DTypeInfo {
   const char* name;       // as PyTorch spells it, without "torch."
@@ -20,9 +20,19 @@ struct DTypeInfo {
 };
 
 inline constexpr DTypeInfo kDTypeInfo[kNumStoredDTypes] = {
-    {"bool", "bool", 1},     {"uint8", "uint8_t", 1},  {"int8", "int8_t", 1},        {"int16", "int16_t", 2},
-    {"int32", "int32_t", 4}, {"int64", "int64_t", 8},  {"float16", "__half", 2},     {"bfloat16", "__nv_bfloat16", 2},
-    {"float32", "float", 4}, {"float64", "double", 8}, {"float8_e4m3fn", "E4M3", 1}, {"float8_e8m0fnu", "E8M0", 1},
+    {"bool", "bool", 1},
+    {"uint8", "uint8_t", 1},
+    {"int8", "int8_t", 1},
+    {"int16", "int16_t", 2},
+    {"int32", "int32_t", 4},
+    {"int64", "int64_t", 8},
+    {"float16", "__half", 2},
+    {"bfloat16", "__nv_bfloat16", 2},
+    {"float32", "float", 4},
+    {"float64", "double", 8},
+    {"float8_e4m3fn", "E4M3", 1},
+    {"float8_e8m0fnu", "E8M0", 1},
+    {"float4_e2m1fn_x2", "uint8_t", 1},  // an element is two numbers
 };
 
 inline const DTypeInfo& info(DType t) { return kDTypeInfo[static_cast<int>(t)]; }

@@ -17,13 +17,14 @@ from torch_mpk import _C
 from torch_mpk.jit import compile_cuda
 from torch_mpk.registry.calls import Call
 from torch_mpk.tasks.quantized_expert_linear import quantized_expert_linear
-from torch_mpk.tasks.quantized_linear import E4M3
+from torch_mpk.tasks.quantized_linear import E2M1, E4M3
 from torch_mpk.testing.emulator import EmulatedKernel, Order, emulate
 from torch_mpk.testing.tasks import Calls
 
 pytestmark = pytest.mark.slow  # compilers; tests/tasks/test_every_way.py runs samples of both kernels
 
 FP8 = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
+MXFP4 = {"packed": 2, "block_rows": 1, "block_columns": 32}
 GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
 BOXES, DIRECT = "quantized_expert_linear.boxes", "quantized_expert_linear.direct"
 GATED, SUMMED = "quantized_expert_linear.gated", "quantized_expert_linear.summed"
@@ -70,6 +71,7 @@ def test_boxes() -> None:
             call(4, 2, 4, 64, 512, storage=torch.int8, scale=torch.bfloat16, zero=torch.bfloat16, **GROUPS),
             call(9, 2, 4, 64, 2304, storage=torch.uint8, zero=torch.uint8, **(GROUPS | {"block_columns": 32})),
             call(2, 2, 4, 32, 256, storage=torch.uint8, **(GROUPS | {"block_columns": 64})),
+            call(2, 2, 4, 32, 256, storage=E2M1, scale=torch.float8_e8m0fnu, **MXFP4),
         ],
         90,
         BOXES,
@@ -82,6 +84,7 @@ def test_prompts_whose_weights_become_matrices() -> None:
         call(270, 2, 3, 128, 128, chosen="none", **FP8),
         call(260, 2, 3, 48, 256, storage=torch.int8, scale=torch.bfloat16, zero=torch.bfloat16, **GROUPS),
         call(260, 2, 4, 32, 256, storage=torch.int8, dtype=torch.float16, block_rows=1, block_columns=0),
+        call(260, 2, 3, 48, 320, storage=E2M1, scale=torch.float8_e8m0fnu, **MXFP4),
     ]
     for each in calls:
         assert each.operands[0] is not None
@@ -101,6 +104,7 @@ def test_weights_that_no_boxes_are_made_of() -> None:
             call(260, 2, 4, 8, 100, **FP8),
             call(2, 2, 4, 16, 256, dtype=torch.float32, **FP8),
             call(5, 2, 3, 24, 130, block_rows=1, block_columns=0, x_columns=-1),
+            call(3, 2, 4, 21, 96, storage=E2M1, scale=torch.float8_e8m0fnu, **MXFP4),
             call(3, 2, 4, 21, 96, storage=torch.int8, zero=torch.bfloat16, **(GROUPS | {"block_columns": 16})),
         ],
         80,

@@ -98,7 +98,7 @@ def stacked(sizes: tuple[int, int, int, int, int], of: Format, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["blocks", "rows, int8", "groups, zero points added"])
+@pytest.mark.parametrize("name", ["blocks", "rows, int8", "groups, zero points added", "e2m1"])
 def test_quantised_products(isa: str, name: str) -> None:
     """With rows that choose as others do, ids of no expert among them; a row does not depend on the others."""
     of = FORMATS[name]

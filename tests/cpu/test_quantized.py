@@ -13,7 +13,7 @@ from tests.thinned import thinned
 from torch_mpk.errors import TaskError
 from torch_mpk.tasks import quantized_linear as definition
 from torch_mpk.tasks.quantized_expert_linear import quantized_expert_linear
-from torch_mpk.tasks.quantized_linear import E4M3, PACKED, quantise, quantized_linear
+from torch_mpk.tasks.quantized_linear import E2M1, E4M3, PACKED, quantise, quantized_linear
 
 # Rows of x, rows and columns of the weight.
 SHAPES = [(1, 64, 256), (3, 37, 129), (17, 130, 300), (2, 5, 1), (5, 9, 40)]
@@ -62,11 +62,14 @@ FORMATS = {
     ),
     "numbers of a table": Format(torch.uint8, torch.float32, 1, 64, packed=2, coded=True),
     "scales of scales": Format(torch.uint8, torch.uint8, 1, 64, packed=2, coded=True, scale_block=16),
+    "e2m1": Format(E2M1, torch.float8_e8m0fnu, 1, 32, packed=2),
     "rows of 4 bits": Format(torch.uint8, torch.float32, 1, 0, packed=2, zero=torch.uint8),
 }
 
 
 def random_bits(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    if dtype == E2M1:
+        return random_bits(shape, torch.uint8).view(E2M1)
     limits = torch.iinfo(dtype)
     return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype)
 
@@ -156,6 +159,10 @@ def test_what_does_not_fit_is_named() -> None:
     x, ids = torch.randn(1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(TaskError, match="a single matrix"):
         quantized_expert_linear(x, ids, words.new_zeros(3, 2, 8), torch.ones(3, 16, 1), block_rows=1, block_columns=0)
+    given = operands((1, 16, 64), FORMATS["e2m1"], torch.float32)
+    for i, extra in ((5, torch.ones(16, 2)), (6, torch.zeros(64, dtype=torch.int32))):
+        with pytest.raises(TaskError, match="expected .*integer"):
+            quantized_linear(*given[:i], extra, *given[i + 1 :], **FORMATS["e2m1"].attrs)
     given = operands((1, 16, 64), FORMATS["scales of scales"], torch.float32)
     for i, message in ((7, "expected 16"), (8, "expected \\[256, 1, 1\\]")):
         wrong = [*given[:i], torch.ones(3), *given[i + 1 :]]
@@ -193,7 +200,7 @@ def test_random_formats_and_shapes() -> None:
             block_columns,
             draw.choice(divisors),
             packed=packed,
-            zero=None if storage == E4M3 else draw.choice([None, *points]),
+            zero=None if storage in (E4M3, E2M1) else draw.choice([None, *points]),
             transposed=storage == torch.int32 and draw.random() < 0.5,
             grouped=grouped,
         )

@@ -26,6 +26,8 @@ from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.signature import Operand, Signature, bind_dims, draw
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# Packed numbers, of which every bit counts in a sample, and what their bits are drawn as.
+_PACKED = {torch.uint8: torch.uint8, torch.int32: torch.int32, torch.float4_e2m1fn_x2: torch.uint8}
 _MAX_KNOWN_CALLS = 256  # of a task, which are not checked again
 _COMPUTE = re.compile(r"\bcompute\s*\(")
 
@@ -263,9 +265,10 @@ class Task:
         if operand.dtype is not None and not operand.dtype.is_floating_point:
             return draw(shape, operand.dtype, device, sample[operand.bound] if operand.bound else 8)
         dtype = sample.get(operand.name, operand.dtype or dtype)
-        if dtype in (torch.uint8, torch.int32):  # packed numbers, of which every bit counts
-            limits = torch.iinfo(dtype)
-            return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype, device=device)
+        if dtype in _PACKED:
+            limits = torch.iinfo(_PACKED[dtype])
+            bits = torch.randint(limits.min, limits.max + 1, shape, dtype=_PACKED[dtype], device=device)
+            return bits.view(dtype)
         return draw(shape, dtype, device)
 
 

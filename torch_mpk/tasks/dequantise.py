@@ -6,6 +6,7 @@ from torch_mpk.errors import TaskError
 from torch_mpk.registry import task
 from torch_mpk.registry.stream_traits import StreamTraits
 from torch_mpk.tasks.quantized_linear import (
+    E2M1,
     E4M3,
     check_format,
     check_tables,
@@ -39,6 +40,8 @@ _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.in
         {"W": 24, "P": 12, **_WORDS},
         {"W": 3, "P": 96, **_WORDS},
         {"W": 24, "P": 12, **_WORDS, "column_groups": torch.int32},
+        {"W": 24, "P": 48, "A": 24, "B": 3, "weight": E2M1, "weight_scale": torch.float8_e8m0fnu, **_PLAIN,
+         "block_rows": 1, "block_columns": 32, "columns": 96, "dtype": "bfloat16"},
         {"W": 24, "P": 64, "A": 24, "B": 2, "C": 16, "D": 256, "S": 3, "O": 1, "weight": torch.uint8,
          "weight_scale": torch.uint8, "zero": None, "column_groups": None, "block_rows": 1, "block_columns": 64,
          "scale_block": 16, "columns": 128, "dtype": "bfloat16"},

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_mpk.registry import task
 from torch_mpk.registry.stream_traits import StreamTraits
-from torch_mpk.tasks.quantized_linear import E4M3, check_format, quantized_linear
+from torch_mpk.tasks.quantized_linear import E2M1, E4M3, check_format, quantized_linear
 
 _FP8 = {"weight": E4M3, "weight_scale": torch.float32, "zero": None}
 _BLOCKS = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
@@ -20,6 +20,8 @@ _BLOCKS = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
         {"R": 5, "C": 2, "E": 3, "N": 37, "K": 100, "P": 100, "A": 1, "B": 1, **_FP8, **_BLOCKS},
         {"R": 3, "C": 2, "E": 4, "N": 48, "K": 256, "P": 128, "A": 48, "B": 2, "Z": 48, "weight": torch.int8,
          "weight_scale": torch.bfloat16, "zero": torch.bfloat16, "block_rows": 1, "block_columns": 128},
+        {"R": 5, "C": 2, "E": 3, "N": 32, "K": 320, "P": 160, "A": 32, "B": 10, "weight": E2M1,
+         "weight_scale": torch.float8_e8m0fnu, "zero": None, "block_rows": 1, "block_columns": 32},
         {"R": 9, "C": 1, "E": 2, "N": 32, "K": 64, "P": 64, "A": 32, "B": 1, "weight": torch.int8,
          "weight_scale": torch.float32, "zero": None, "block_rows": 1, "block_columns": 0},
     ],

@@ -10,12 +10,14 @@ from torch_mpk.registry import task
 from torch_mpk.registry.stream_traits import StreamTraits
 
 E4M3 = torch.float8_e4m3fn
+E2M1 = torch.float4_e2m1fn_x2  # whose elements are two numbers
 # Elements of a row that an element of the storage has. Those with 4 bits have the first in their lowest bits. An int32
 # that has one of each row has eight rows, as AWQ packs them: these are the places of rows 0 to 7.
-PACKED = {E4M3: (1,), torch.int8: (1, 2), torch.uint8: (2,), torch.int32: (8, 1)}
+PACKED = {E4M3: (1,), torch.int8: (1, 2), torch.uint8: (2,), E2M1: (2,), torch.int32: (8, 1)}
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _OFFSET = {torch.uint8: 8, torch.int32: 8}  # what codes of 4 bits are above their numbers, where they have no sign
 ZEROS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32)
+_MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of E2M1; codes from 8 on have a sign
 LARGEST_E4M3 = torch.finfo(E4M3).max
 LEAST_SCALE = 1e-12
 MOST_ELEMENTS = 1 << 24  # elements of a weight that the reference has in full precision at a time
@@ -58,6 +60,8 @@ _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.in
         {"R": 3, "N": 24, "W": 24, "P": 12, **_WORDS},
         {"R": 3, "N": 24, "W": 3, "P": 96, **_WORDS},
         {"R": 2, "N": 24, "W": 24, "P": 12, **_WORDS, "column_groups": torch.int32},
+        {"R": 3, "K": 320, "N": 48, "W": 48, "P": 160, "A": 48, "B": 10, **_FP8, "weight": E2M1,
+         "weight_scale": torch.float8_e8m0fnu, "block_rows": 1, "block_columns": 32},
         {"R": 2, "K": 128, "N": 24, "W": 24, "P": 64, "A": 24, "B": 2, "C": 16, "D": 256, "S": 3, "O": 1,
          "weight": torch.uint8, "weight_scale": torch.uint8, "x_scale": None, "zero": None, "column_groups": None,
          "block_rows": 1, "block_columns": 64, "scale_block": 16},
@@ -85,18 +89,19 @@ def quantized_linear(
 
     Numbers of 8 bits are those of ``weight``, which is float8_e4m3fn or int8, and P is K. Numbers of 4 bits stand two
     to a byte, or eight to an int32, the first in the lowest bits: int8 holds -8 to 7, P is K / 2; uint8, P is K / 2,
-    and int32, P is K / 8, hold 0 to 15, of which 8 is taken. W is N. An int32 weight of W = N / 8 and P = K, an even
-    number, has eight rows to a word instead, in AWQ's order: from the lowest bits, rows 0, 2, 4, 6, 1, 3, 5, 7.
+    and int32, P is K / 8, hold 0 to 15, of which 8 is taken; float4_e2m1fn_x2, P is K / 2, holds e2m1. W is N. An int32
+    weight of W = N / 8 and P = K, an even number, has eight rows to a word instead, in AWQ's order: from the lowest
+    bits, rows 0, 2, 4, 6, 1, 3, 5, 7.
     ``weight_scale`` is float32, bfloat16, float16 or float8_e8m0fnu. A block size of 0 means the whole dimension, and
     the last block of one may be smaller.
 
-    ``zero`` belongs to integer numbers, and has a value for each scale. Of a floating type it is added to the products
+    ``zero`` belongs to integers, and has a value for each scale. Of a floating type it is added to the products
     of numbers and scales. Integers are taken from the numbers instead, and no 8 from those of 0 to 15; int32 has eight
     of them, of 4 bits, for eight blocks of rows that follow each other, in the order of rows of ``weight``'s words: Z
     is A / 8, rounded up.
 
     ``column_groups`` says which block of columns each column belongs to, in place of ``k // block_columns``, as GPTQ
-    has it with act-order. x is not quantised then.
+    has it with act-order. It belongs to integers, too, and x is not quantised then.
 
     ``codebook`` has 16 numbers, which those of uint8 are looked up in, as bitsandbytes has them; the first of two
     stands in the high bits. Scales may be uint8, too, with all three of ``scale_code``, of 256 numbers,
@@ -199,6 +204,9 @@ def word_rows(weight: torch.Tensor, columns: int) -> int:
 
 
 def _numbers(weight: torch.Tensor, columns: int, codebook: torch.Tensor | None) -> torch.Tensor:
+    if weight.dtype == E2M1:
+        numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=weight.device)
+        return numbers[_nibbles(weight.view(torch.uint8), 1, (0, 1))]
     if codebook is not None:
         return codebook[_nibbles(weight, 1, (1, 0))]
     if word_rows(weight, columns) > 1:
@@ -258,6 +266,8 @@ def check_tables(
             f"{task_name}: codebook has {len(codebook)} numbers beside {weight.dtype} weights, expected 16, and uint8 "
             "weights without zero or column_groups"
         )
+    if column_groups is not None and weight.dtype == E2M1:
+        raise TaskError(f"{task_name}: column_groups beside weights of {weight.dtype}, expected integers")
     given = [len(table) for table in of_scales if table is not None]
     expected = [256, -(-scale.numel() // max(scale_block, 1)), 1] if scale.dtype == torch.uint8 else []
     if given != expected or (given and scale_block < 1):
@@ -302,7 +312,7 @@ def check_format(
         )
     if zero is None:
         return
-    if weight.dtype == E4M3 or zero.dtype not in ZEROS:
+    if weight.dtype in (E4M3, E2M1) or zero.dtype not in ZEROS:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZEROS)
         raise TaskError(f"{task_name}: zero is {zero.dtype}, expected one of {expected}, and integer weights")
     sizes[0] = -(-sizes[0] // 8) if zero.dtype == torch.int32 else sizes[0]

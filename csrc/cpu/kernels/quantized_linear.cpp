@@ -331,6 +331,7 @@ class QuantizedProducts : public Kernel {
   }
 
   static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {
+    if (format.is_e2m1()) return microkernels.quantized_e2m1;
     if (format.bits() == 4) return format.has_middle() ? microkernels.quantized_u4 : microkernels.quantized_i4;
     return format.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
   }

@@ -104,22 +104,45 @@ struct WeightsI8 {
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
 };
 
-// Two to a byte, the first in its low bits. kIsSigned: -8 to 7 as they are; else 8 more.
-template <bool kIsSigned>
-struct WeightsI4 {
+// The numbers that codes of 4 bits stand for, over a scale: -8 to 7 as they are; these where 8 more is stored; e2m1,
+// whose numbers are halves of integers.
+struct SignedCodes {
   static constexpr float kScale = 1;
+  static constexpr int number(int code) { return (code ^ 8) - 8; }
+};
+struct CodesAbove8 {
+  static constexpr float kScale = 1;
+  static constexpr int number(int code) { return code - 8; }
+};
+struct CodesE2M1 {
+  static constexpr float kScale = 0.5f;
+  static constexpr int number(int code) {
+    constexpr int kMagnitudes[] = {0, 1, 2, 3, 4, 6, 8, 12};
+    return code < 8 ? kMagnitudes[code] : -kMagnitudes[code - 8];
+  }
+};
+
+// Two to a byte, the first in its low bits.
+template <class Codes>
+struct Weights4 {
+  static constexpr float kScale = Codes::kScale;
   static constexpr int kPacked = 2;
-  static constexpr int kMiddle = 8;
 #if defined(MPK_TIER_AVX512)
   __m512i table;  // the numbers of all codes, in bfloat16
 
-  MPK_INLINE WeightsI4() {
+  MPK_INLINE Weights4() {
     alignas(64) uint16_t numbers[32];
-    for (int code = 0; code < 32; code++) {
-      const int number = kIsSigned ? ((code & 15) ^ kMiddle) - kMiddle : (code & 15) - kMiddle;
-      numbers[code] = static_cast<uint16_t>(as_bits(static_cast<float>(number)) >> 16);
-    }
+    for (int code = 0; code < 32; code++)
+      numbers[code] = static_cast<uint16_t>(as_bits(static_cast<float>(Codes::number(code & 15))) >> 16);
     table = _mm512_load_si512(numbers);
+  }
+#elif defined(MPK_TIER_AVX2)
+  __m256i table;  // the same in bytes, twice
+
+  MPK_INLINE Weights4() {
+    alignas(32) int8_t numbers[32];
+    for (int code = 0; code < 32; code++) numbers[code] = static_cast<int8_t>(Codes::number(code & 15));
+    table = _mm256_load_si256(reinterpret_cast<const __m256i*>(numbers));
   }
 #endif
 #if defined(MPK_TIER_AVX2) || defined(MPK_TIER_AVX512)
@@ -144,8 +167,7 @@ struct WeightsI4 {
   }
 #elif defined(MPK_TIER_AVX2)
   MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    const __m256i flipped = _mm256_xor_si256(codes(p), _mm256_set1_epi8(kIsSigned ? kMiddle : 0));
-    const __m256i numbers = _mm256_sub_epi8(flipped, _mm256_set1_epi8(kMiddle));
+    const __m256i numbers = _mm256_shuffle_epi8(table, codes(p));
     const __m128i halves[2] = {_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1)};
     for (int v = 0; v < 4; v++) {
       const __m128i eight = v % 2 == 0 ? halves[v / 2] : _mm_srli_si128(halves[v / 2], 8);
@@ -156,10 +178,7 @@ struct WeightsI4 {
   MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
     for (int v = 0; v < 4; v++, p += kLanes / 2) {
       vf numbers;
-      for (int i = 0; i < kLanes; i++) {
-        const int code = p[i / 2] >> i % 2 * 4 & 15;
-        numbers[i] = static_cast<float>((kIsSigned ? code ^ kMiddle : code) - kMiddle);
-      }
+      for (int i = 0; i < kLanes; i++) numbers[i] = static_cast<float>(Codes::number(p[i / 2] >> i % 2 * 4 & 15));
       out[v] = numbers;
     }
   }

@@ -95,8 +95,9 @@ Microkernels make_table() {
   t.linear_transposed[static_cast<int>(DType::kF64)] = linear_transposed_f64;
   t.quantized_e4m3 = quantized<WeightsE4M3>;
   t.quantized_i8 = quantized<WeightsI8>;
-  t.quantized_i4 = quantized<WeightsI4<true>>;
-  t.quantized_u4 = quantized<WeightsI4<false>>;
+  t.quantized_i4 = quantized<Weights4<SignedCodes>>;
+  t.quantized_u4 = quantized<Weights4<CodesAbove8>>;
+  t.quantized_e2m1 = quantized<Weights4<CodesE2M1>>;
   t.quantized_pitch = quantized_pitch;
   t.round_e4m3 = round_e4m3;
   t.attention_tile[static_cast<int>(DType::kF16)] = attention_tile<f16>;

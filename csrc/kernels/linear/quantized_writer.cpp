@@ -68,7 +68,7 @@ std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& jo
 
 bool has_blocks_of_rows(const WeightFormat& f) {
   const bool are_rows = f.block_rows == 1 || f.block_rows % kWarpRows == 0 || f.block_rows >= f.rows;
-  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.has_nested_scales() &&
+  return !f.has_word_rows() && !f.has_groups && !f.has_code && !f.is_e2m1() && !f.has_nested_scales() &&
          f.row_bytes() % kBoxRowBytes == 0 && (f.scales_rows() || are_rows);
 }
 

@@ -74,11 +74,13 @@ std::optional<std::string> WeightFormat::refuses_storage(const Node& node) const
   if (has_word_rows() && (weight.shape.size() > 2 || columns % 2 != 0))
     return "weight has eight rows to a word, expected one matrix of an even number of columns";
   if (columns == 0 || has_word_rows() || is(DType::kE4M3, 1) || is(DType::kI8, 1) || is(DType::kI8, 2) ||
-      is(DType::kU8, 2) || is(DType::kI32, 8))
+      is(DType::kU8, 2) || is(DType::kE2M1, 2) || is(DType::kI32, 8))
     return std::nullopt;
   return "weight is " + std::string(info(storage).name) + " of " + str(size_of(weight, 0)) + " columns, where x has " +
          str(columns) +
-         ", expected float8_e4m3fn or int8, of as many, int8 or uint8 of half, or int32 of an eighth, or as many";
+         ", expected float8_e4m3fn or int8, of as many, int8, uint8 or float4_e2m1fn_x2 of half, or int32 of an "
+         "eighth, "
+         "or as many";
 }
 
 std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const {
@@ -98,7 +100,8 @@ std::optional<std::string> WeightFormat::refuses_scales(const Node& node) const 
   if (!has_zero()) return std::nullopt;
   const Tensor& given = node.operand("zero").tensor;
   const bool is_integer = given.dtype == DType::kI8 || given.dtype == DType::kU8 || given.dtype == DType::kI32;
-  if (storage == DType::kE4M3 || !(is_integer || given.dtype == DType::kF32 || is_reduced_float(given.dtype)))
+  if (storage == DType::kE4M3 || is_e2m1() ||
+      !(is_integer || given.dtype == DType::kF32 || is_reduced_float(given.dtype)))
     return "zero is " + std::string(info(given.dtype).name) + " beside weights of " + info(storage).name;
   return differs("zero", given, zero == ZeroKind::kPackedPoints ? count(scale_rows(), 8) : scale_rows());
 }
@@ -108,8 +111,8 @@ std::optional<std::string> WeightFormat::refuses_groups(const Node& node) const 
   const Tensor& groups = node.operand("column_groups").tensor;
   if (groups.dtype != DType::kI32)
     return "column_groups is " + std::string(info(groups.dtype).name) + ", expected int32";
-  if (bits() != 4 || quantizes_x())
-    return "column_groups belong to weights of 4 bits, and to an x that is not quantised";
+  if (bits() != 4 || is_e2m1() || quantizes_x())
+    return "column_groups belong to integers of 4 bits, and to an x that is not quantised";
   return std::nullopt;
 }
 
@@ -146,7 +149,7 @@ std::string WeightFormat::name() const {
                            : has_static_x         ? ", activations by a given scale"
                            : x_columns >= columns ? ", activations by row"
                                                   : ", activations by " + str(x_columns) + " columns";
-  const std::string number = bits() == 4 ? "4 bits in " : "", points = has_zero() ? ", zero points" : "",
+  const std::string number = bits() == 4 && !is_e2m1() ? "4 bits in " : "", points = has_zero() ? ", zero points" : "",
                     order = has_groups ? ", columns in any order" : "",
                     table = has_code ? has_nested_scales() ? ", by a table, with scales of scales" : ", by a table"
                             : has_nested_scales() ? ", with scales of scales"

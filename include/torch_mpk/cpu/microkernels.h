@@ -142,8 +142,8 @@ struct Microkernels {
   int64_t (*linear_many_scratch_bytes[kNumDTypes])(int64_t num_rows, int64_t k);
   // The same of a weight [k, n]: weight_stride is between its rows. Floating dtypes only, scratch as of `linear`.
   Linear linear_transposed[kNumDTypes];
-  Quantized quantized_e4m3, quantized_i8, quantized_i4, quantized_u4;  // u4: see WeightFormat::has_middle
-  int64_t (*quantized_pitch)(int64_t run);                             // floats that a run of x takes
+  Quantized quantized_e4m3, quantized_i8, quantized_i4, quantized_u4, quantized_e2m1;  // u4: WeightFormat::has_middle
+  int64_t (*quantized_pitch)(int64_t run);                                             // floats that a run of x takes
   // Numbers over `scale`, rounded to e4m3, as floats; NaN and infinities as PyTorch's conversion behind a clamp.
   void (*round_e4m3)(float* values, int64_t n, float scale);
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only

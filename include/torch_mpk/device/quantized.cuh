@@ -14,6 +14,10 @@ struct E4M3 {
 struct E8M0 {
   uint8_t bits;
 };
+// 2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and these below zero.
+struct E2M1 {
+  uint8_t bits;  // the low four
+};
 
 // Moved to a half's place, exponent and mantissa give 2^-8 of the number, denormals included.
 MPK_DEVICE float to_float(E4M3 v) {
@@ -26,6 +30,11 @@ MPK_DEVICE float to_float(E4M3 v) {
 MPK_DEVICE float to_float(E8M0 v) {
   if (v.bits == 0xff) return __int_as_float(0x7fffffff);
   return __uint_as_float(v.bits == 0 ? 0x00400000u : static_cast<uint32_t>(v.bits) << 23);
+}
+MPK_DEVICE float to_float(E2M1 v) {
+  const uint32_t magnitude = v.bits & 7, sign = static_cast<uint32_t>(v.bits & 8) << 28;
+  const uint32_t value = magnitude < 2 ? magnitude * 0x3f000000u : (magnitude << 22) + (126u << 23);
+  return __uint_as_float(value | sign);
 }
 
 inline constexpr float kLargestE4M3 = 448, kLeastScale = 1e-12f;

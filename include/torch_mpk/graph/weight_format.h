@@ -7,10 +7,10 @@
 // Numbers are e4m3 or int8, one to a byte; or integers of 4 bits, two to a byte, the first of them in the low bits. An
 // int32 of eight such numbers is four bytes of them; or, as AWQ has it, eight rows of one column, see place(). Those of
 // int8 have a sign; uint8 and int32 hold 8 more than the number. Or 4 bits of uint8 are looked up in a table of 16
-// numbers, and the first stands in the high bits. Where there are zero points they say offset: it is the
-// zero point itself, of a floating type, or minus the zero point times the scale, where 8 belongs to the zero point,
-// too, if it belongs to the numbers. int32 has eight zero points of 4 bits, of eight blocks of rows, which stand in a
-// word as the weight's rows do.
+// numbers, and the first stands in the high bits. Or they are e2m1, and the first stands in the low bits. Where there
+// are zero points they say offset: it is the zero point itself, of a floating type, or minus the zero point times the
+// scale, where 8 belongs to the zero point, too, if it belongs to the numbers. int32 has eight zero points of 4 bits,
+// of eight blocks of rows, which stand in a word as the weight's rows do.
 //
 // Scales may be bytes themselves: number[byte] * scale[p / scale_block] + offset, where p is the scale's place in
 // row-major order.
@@ -54,7 +54,8 @@ struct WeightFormat {
   // The place of a row's 4 bits in a word of rows; of a block's zero point in a word of them.
   int64_t place(int64_t row) const { return has_word_rows() ? row % 8 / 2 + row % 2 * 4 : row % 8; }
   int64_t bits() const { return packed * word_rows == 1 ? 8 : 4; }
-  bool has_middle() const { return bits() == 4 && storage != DType::kI8 && !has_code; }
+  bool has_middle() const { return bits() == 4 && storage != DType::kI8 && !is_e2m1() && !has_code; }
+  bool is_e2m1() const { return storage == DType::kE2M1; }
   bool has_nested_scales() const { return scale_block > 0; }
   int64_t row_bytes() const { return columns * bits() / 8; }
   int64_t columns_of(int64_t bytes) const { return bytes * 8 / bits(); }

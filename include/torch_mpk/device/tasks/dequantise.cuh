@@ -41,7 +41,15 @@ struct WideUnit {
   }
   // A multiprocessor has few instructions for each number in the time that memory takes for it.
   MPK_DEVICE void find_numbers(const RowInPlace<V>& in_place, float (&numbers)[kColumns]) const {
-    if constexpr (V::kWeightBits == 4 && !V::kHasCode) {
+    if constexpr (V::kIsE2M1) {
+      uint32_t pairs[4];
+      to_halves<V>(words[0], pairs);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 both = __half22float2(reinterpret_cast<const __half2&>(pairs[i]));
+        numbers[i] = both.x, numbers[i + 4] = both.y;
+      }
+    } else if constexpr (V::kWeightBits == 4 && !V::kHasCode) {
       using Bits = FourBits<__nv_bfloat16>;  // the upper half of a float
       uint32_t pairs[4];
       Bits::template widen<V>(words[0], pairs);

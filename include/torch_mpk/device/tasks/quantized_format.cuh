@@ -12,11 +12,11 @@ inline constexpr int kNoZero = 0, kAddedZero = 1, kPackedPoints = 3;
 // What the format of weights says.
 template <class V>
 concept QuantizedSizes = requires {
-  // Of 8 bits, weights are e4m3, or else int8. Of 4 bits, they are 8 more than their numbers, or have a sign. Each row
-  // has one scale and nothing else, which V::finish applies. Each column says which group it belongs to. Numbers are
-  // looked up in a table. Scales are bytes with scales of their own.
-  requires Constants<bool, V::kIsE4M3, V::kHasMiddle, V::kScalesByRow, V::kHasGroups, V::kHasCode, V::kNestedScales,
-                     V::kGivenXScale>;
+  // Of 8 bits, weights are e4m3, or else int8. Of 4 bits, they are e2m1, or 8 more than their numbers, or have a sign.
+  // Each row has one scale and nothing else, which V::finish applies. Each column says which group it belongs to.
+  // Numbers are looked up in a table. Scales are bytes with scales of their own.
+  requires Constants<bool, V::kIsE4M3, V::kIsE2M1, V::kHasMiddle, V::kScalesByRow, V::kHasGroups, V::kHasCode,
+                     V::kNestedScales, V::kGivenXScale>;
   // Columns of a scale of the weight, where it has several to a row; of a scale of x, 0 if x is not quantised.
   // Rows that a word has of 4-bit weights, and of zero points that are packed with them; 1: it has columns.
   requires Constants<int, V::kWeightBits, V::kWordRows, V::kZero, V::kScaleColumns, V::kXScaleColumns>;
@@ -147,7 +147,8 @@ template <class V>
 MPK_DEVICE float weight_of(uint8_t byte, int k) {
   if constexpr (V::kWeightBits == 4) {
     const int code = byte >> k % 2 * 4 & 15;
-    return static_cast<float>((V::kHasMiddle ? code : code ^ 8) - 8);
+    return V::kIsE2M1 ? to_float(E2M1{static_cast<uint8_t>(code)})
+                      : static_cast<float>((V::kHasMiddle ? code : code ^ 8) - 8);
   } else {
     return V::kIsE4M3 ? to_float(E4M3{byte}) : static_cast<float>(static_cast<int8_t>(byte));
   }

@@ -10,9 +10,23 @@
 
 namespace mpk::linear {
 
+// Eight numbers of e2m1 in the order of to_halves: sign, exponent and mantissa in a half's places give 2^-14 of each,
+// denormals included.
+MPK_DEVICE void halves_of_e2m1(uint32_t word, uint32_t (&pairs)[4]) {
+  const __half2 scale = __float2half2_rn(0x1p14f);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t codes = word << (12 - 4 * i);  // in the highest bits of both halves
+    const uint32_t bits = (codes & 0x80008000u) | (codes >> 3 & 0x0e000e00u);
+    const __half2 pair = __hmul2_rn(reinterpret_cast<const __half2&>(bits), scale);
+    pairs[i] = reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
 // Eight weights of 4 bits as four pairs of float16: of columns 0 and 4, 1 and 5, 2 and 6, 3 and 7.
 template <class V>
 MPK_DEVICE void to_halves(uint32_t word, uint32_t (&pairs)[4]) {
+  if constexpr (V::kIsE2M1) return halves_of_e2m1(word, pairs);
   const uint32_t codes = V::kHasMiddle ? word : word ^ 0x88888888;
   // They are the last bits of numbers from 1024 on, or those before, which makes them 16 times as large.
   const __half2 low = __float2half2_rn(-1032), high = __float2half2_rn(-72), sixteenth = __float2half2_rn(0.0625f);
@@ -78,20 +92,24 @@ struct BlockWeights {
   MPK_DEVICE void load(int i, int is_odd, int j, ptx::Quad (&halves)[2]) {
     if constexpr (kIsPacked) {
       if (!is_odd) bytes[j] = ptx::load_matrices(lines[j] ^ 32 * (i / 2));
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        uint32_t pairs[4];
-        if constexpr (are_above)
-          FourBits<typename V::T>::template widen<V>(bytes[j].v[is_odd * 2 + m], pairs);
-        else
-          to_halves<V>(bytes[j].v[is_odd * 2 + m], pairs);
-#pragma unroll
-        for (int p = 0; p < 4; p++) halves[p / 2].v[m + p % 2 * 2] = pairs[p];
-      }
+      convert(bytes[j].v[is_odd * 2], bytes[j].v[is_odd * 2 + 1], halves);
     } else {
       const ptx::Quad own = ptx::load_matrices(lines[j] ^ 32 * i);
 #pragma unroll
       for (int m = 0; m < 4; m++) to_halves<V>(own.v[m], halves[m / 2].v[m % 2], halves[m / 2].v[m % 2 + 2]);
+    }
+  }
+  // The same of a lane's words of 32 columns of 4 bits, of its upper and its lower row.
+  MPK_DEVICE static void convert(uint32_t upper, uint32_t lower, ptx::Quad (&halves)[2]) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      uint32_t pairs[4];
+      if constexpr (are_above)
+        FourBits<typename V::T>::template widen<V>(m == 0 ? upper : lower, pairs);
+      else
+        to_halves<V>(m == 0 ? upper : lower, pairs);
+#pragma unroll
+      for (int p = 0; p < 4; p++) halves[p / 2].v[m + p % 2 * 2] = pairs[p];
     }
   }
   // To the step behind number `step` of a chunk, of which a line has one or two.
