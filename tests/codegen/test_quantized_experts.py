@@ -78,6 +78,23 @@ def test_boxes() -> None:
     )
 
 
+def test_rows_that_end_between_lines_of_boxes() -> None:
+    """gpt-oss's 2,880 columns are 11 lines of 128 bytes, and 32 bytes that are read where they are."""
+    scale = torch.float8_e8m0fnu
+    check(
+        [
+            call(2, 4, 8, 32, 2880, storage=E2M1, scale=scale, **MXFP4),
+            call(40, 2, 2, 48, 288, chosen="none", storage=E2M1, scale=scale, dtype=torch.float16, **MXFP4),
+            call(9, 2, 3, 16, 1056, chosen="one", storage=E2M1, scale=scale, **MXFP4),
+            call(3, 2, 4, 16, 480, storage=E2M1, scale=scale, **MXFP4),
+            call(3, 2, 4, 16, 704, storage=torch.uint8, zero=torch.uint8, **(GROUPS | {"block_columns": 64})),
+            call(3, 2, 4, 16, 384, storage=torch.int8, scale=torch.bfloat16, **GROUPS),
+        ],
+        90,
+        BOXES,
+    )
+
+
 def test_prompts_whose_weights_become_matrices() -> None:
     """More pairs than boxes are for. Rows are of one size, as errors of rounded weights are told by all results'."""
     calls = [
@@ -160,6 +177,31 @@ def test_runs(sizes: tuple[int, ...], names: list[str]) -> None:
 def test_compiles_without_spills(rows: int) -> None:
     graph = lowered_call(experts, operands(rows, 8, 32, 2048, 768, torch.zeros)).graph
     schedule = _C.make_schedule(graph, _C.Target("cuda", 90, 132, 232448))
+    resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
+    assert resources.warnings == ()
+    assert resources.spill_store_bytes == 0
+
+
+def gpt_oss_experts(x, ids, weights, residual, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias):
+    product, attrs = torch.ops.mpk.quantized_expert_linear, {"block_rows": 1, "block_columns": 32}
+    each = x.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    y = product(each, ids, gate_up, gate_up_scale, **attrs) + gate_up_bias[ids]
+    gate, up = y[..., ::2].clamp(max=7), y[..., 1::2].clamp(-7, 7)
+    y = product((up + 1) * gate * torch.sigmoid(1.702 * gate), ids, down, down_scale, **attrs) + down_bias[ids]
+    return (y * weights.unsqueeze(-1)).sum(1) + residual
+
+
+def test_gpt_oss_compiles_without_spills() -> None:
+    """With the sizes of gpt-oss-20b, but for the number of experts."""
+    num, size = 8, 2880
+    x, chosen = torch.zeros(1, size).bfloat16(), torch.zeros(1, 4).bfloat16()
+    made = [x, chosen_ids(1, 4, num, "random"), chosen, x.clone()]
+    for n in (2 * size, size):
+        made.append(torch.zeros(num, n, size // 2, dtype=torch.uint8).view(E2M1))
+        made.append(torch.zeros(num, n, size // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu))
+        made.append(torch.zeros(num, n).bfloat16())
+    schedule = _C.make_schedule(lowered_call(gpt_oss_experts, made).graph, _C.Target("cuda", 90, 132, 232448))
+    assert [name for name in kernels(schedule) if "expert" in name] == [BOXES, SUMMED]
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
     assert resources.spill_store_bytes == 0

@@ -60,7 +60,9 @@ Tensor Experts::stacked() const {
   Tensor all = weight;
   all.shape = {experts * weight.shape[1], weight.shape[2]};
   all.strides = {weight.strides[1], 1};
-  return format ? in_words(all) : all;
+  if (!format) return all;
+  all.shape[1] -= all.shape[1] % (kBoxRowBytes / size_bytes(all.dtype));
+  return in_words(all);
 }
 
 // ---- all kernels

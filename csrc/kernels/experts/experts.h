@@ -39,7 +39,7 @@ struct Experts {
   double memory_ns(const Schedule& schedule) const;
   // Each warp keeps a list of pairs in shared memory: as many as it has sums for.
   int64_t list_bytes(const Schedule& schedule) const;
-  // The weights of all experts, stacked, in elements of 16 bits.
+  // The weights of all experts, stacked, in elements of 16 bits; of quantised ones, what fills lines of a box.
   Tensor stacked() const;
 };
 

@@ -55,8 +55,12 @@ std::optional<std::string> refuses_operands(const Node& node) {
 }
 
 std::optional<std::string> refuses_format(const WeightFormat& format) {
-  if (format.row_bytes() % kLineBytes != 0)
-    return "rows of " + str(format.row_bytes()) + " bytes, expected a multiple of " + str(kLineBytes);
+  const int64_t tail = format.row_bytes() % kLineBytes;
+  const bool can_have_tail = format.bits() == 4 && !format.quantizes_x() && format.row_bytes() > kLineBytes &&
+                             format.columns_of(tail) % std::min(format.block_columns, kGroupColumns) == 0;
+  if (tail != 0 && !can_have_tail)
+    return "rows of " + str(format.row_bytes()) + " bytes, expected a multiple of " + str(kLineBytes) +
+           ", or of 4 bits behind which blocks of columns are whole";
   const bool are_columns =
       format.block_columns % kGroupColumns == 0 || format.block_columns == 64 || format.block_columns == 32;
   const bool are_rows = format.block_rows == 1 || format.block_rows % kHalfRows == 0;

@@ -13,9 +13,11 @@ inline constexpr int kBoxSteps = kEntryColumns / kStepColumns, kBlocksOfBox = kE
 inline constexpr uint32_t kBoxBytes = kTileRows * kEntryColumns * 2;
 inline constexpr int kBoxDepth = 64;  // rows of a box of weights that are stored as [E, K, N]
 static_assert(kBoxDepth * kBoxRowBytes == kBoxBytes);
+// Boxes are of whole lines of a row's bytes.
 template <class V>
-inline constexpr uint32_t kBoxesOfTile = Transposed<V> ? (V::kSize + kBoxDepth - 1) / kBoxDepth
-                                                       : (V::kRowBytes + kEntryColumns * 2 - 1) / (kEntryColumns * 2);
+inline constexpr uint32_t kBoxesOfTile =
+    Transposed<V> ? (V::kSize + kBoxDepth - 1) / kBoxDepth
+                  : (V::kRowBytes / kBoxRowBytes + kBlocksOfBox - 1) / kBlocksOfBox;
 
 // The position in the ring of a box of a worker's tiles.
 template <class V>

@@ -84,15 +84,22 @@ MPK_DEVICE void compute_direct(C& c, const Job& job) {
 
 // ---- weights in boxes
 
+// The columns of a row that fill no line of 128 bytes. Boxes are of whole lines, so these are read where they are.
+template <class V>
+inline constexpr int kTailColumns = V::kRowBytes % kBoxRowBytes * 8 / V::kWeightBits;
+
 template <class V>
 struct BoxedShape {
   static constexpr int kStep = 128;  // columns that are converted together
-  static constexpr int kSteps = V::kSize / kStep, kBoxSteps = kEntryColumns * 16 / V::kWeightBits / kStep;
+  static constexpr int kTail = kTailColumns<V>, kTailSteps = (kTail + kStep - 1) / kStep;
+  static constexpr int kSteps = (V::kSize - kTail) / kStep;  // that come in boxes
+  static constexpr int kBoxSteps = kEntryColumns * 16 / V::kWeightBits / kStep;
   static constexpr int kGroup =
       V::kScaleColumns < kStep ? V::kScaleColumns : kStep;                     // columns that are scaled together
   static constexpr int kGroupsOfStep = kStep / kGroup, kSlices = kGroup / 32;  // slices of 32 columns
-  static_assert(V::kSize % kStep == 0 && kStep % kGroup == 0 && V::kScaleColumns % kGroup == 0 && kGroup % 32 == 0);
+  static_assert(kStep % kGroup == 0 && V::kScaleColumns % kGroup == 0 && kGroup % 32 == 0 && kTail % kGroup == 0);
   static_assert(V::kXScaleColumns == 0 || V::kXScaleColumns == kStep);
+  static_assert(kTail == 0 || (V::kWeightBits == 4 && V::kXScaleColumns == 0));
 };
 
 // The scales of a step's groups in a tile's rows, of which a lane has one of the upper and one of the lower half. They
@@ -109,9 +116,12 @@ struct TileScales {
 #pragma unroll
     for (int group = 0; group < S::kGroupsOfStep; group++)
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        given[group][i] = linear::load_given_scale<V>(job, expert, row_of(row, i == 1, lane),
-                                                      (step * S::kStep + group * S::kGroup) / V::kScaleColumns);
+      for (int i = 0; i < 2; i++) {
+        int column = step * S::kStep + group * S::kGroup;
+        if constexpr (S::kTail > 0) column = min(column, V::kSize - 1);  // the last step may have fewer groups
+        given[group][i] =
+            linear::load_given_scale<V>(job, expert, row_of(row, i == 1, lane), column / V::kScaleColumns);
+      }
   }
   MPK_DEVICE void convert(BlockScale<V> (&blocks)[S::kGroupsOfStep][2], int expert, uint32_t row, int lane) const {
 #pragma unroll
@@ -129,7 +139,8 @@ struct TileScales {
   }
 };
 
-// 128 columns of a lane's row of x, of which its four lanes have a quarter each, and their factor.
+// 128 columns of a lane's row of x, of which its four lanes have a quarter each, and their factor. `count`: slices of
+// 32 columns that there are; the others are zeros.
 template <class V>
 struct StepOfX {
   using S = BoxedShape<V>;
@@ -137,13 +148,13 @@ struct StepOfX {
   uint4 slices[4];
   linear::XScale scale;
 
-  MPK_DEVICE StepOfX(const T* row, int step, int lane) {
+  MPK_DEVICE StepOfX(const T* row, int step, int count, int lane) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const T* x = row + step * S::kStep + i * 32;
       if constexpr (V::kWeightBits == 4) {
-        slices[i] = *reinterpret_cast<const uint4*>(x + lane % 4 * 8);
+        slices[i] = i < count ? *reinterpret_cast<const uint4*>(x + lane % 4 * 8) : uint4{0, 0, 0, 0};
       } else {
         const uint2 first = *reinterpret_cast<const uint2*>(x + lane % 4 * 4),
                     second = *reinterpret_cast<const uint2*>(x + 16 + lane % 4 * 4);
@@ -195,6 +206,33 @@ MPK_DEVICE void multiply_columns(SumFragment& sums, const ptx::Quad (&halves)[4]
   }
 }
 
+// A lane's part of the last columns of its two rows.
+template <class V>
+struct Tail {
+  static constexpr int kSlices = kTailColumns<V> / 32;
+  const uint8_t* rows[2];
+
+  MPK_DEVICE Tail(const Job& job, int expert, uint32_t row, int lane) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+      rows[m] = V::weight(job) + expert * V::kExpertPitch +
+                (first_weight_row<V>(row, m == 1) + lane / 4) * V::kRowPitch + (V::kRowBytes - kSlices * 16) +
+                lane % 4 * 4;
+  }
+  // The slices of a step, zeros behind the last.
+  MPK_DEVICE void load(int step, ptx::Quad (&halves)[4][2]) const {
+    const auto word = [&](int m, int slice) { return __ldg(reinterpret_cast<const uint32_t*>(rows[m] + slice * 16)); };
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int slice = step * 4 + i;
+      if (slice < kSlices)
+        linear::BlockWeights<V, 1>::convert(word(0, slice), word(1, slice), halves[i]);
+      else
+        halves[i][0] = halves[i][1] = {};
+    }
+  }
+};
+
 template <QuantizedExperts V, class C>
 MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t row, uint32_t entry, uint32_t stride) {
   using S = BoxedShape<V>;
@@ -202,7 +240,28 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t r
   const int num_groups = pairs.num_groups();
   TileScales<V> scales;
   TileScales<V>::fetch(job, pairs.expert, row, c.lane);
-  scales.load(job, pairs.expert, row, 0, c.lane);
+  scales.load(job, pairs.expert, row, S::kTail > 0 ? S::kSteps : 0, c.lane);
+  const auto multiply_step = [&](const ptx::Quad(&halves)[4][2], int step, int groups) {
+    BlockScale<V> blocks[S::kGroupsOfStep][2];
+    scales.convert(blocks, pairs.expert, row, c.lane);
+    const int next = step + 1 < S::kSteps + S::kTailSteps ? step + 1 : 0;
+    if (step + 1 != S::kSteps) scales.load(job, pairs.expert, row, next, c.lane);  // else it was the last
+#pragma unroll
+    for (int g = 0; g < kGroups<V>; g++) {
+      if (g > 0 && g >= num_groups) continue;
+      const StepOfX<V> of_x(V::x(job) + pairs.row_of_x(g, c.lane), step, groups * S::kSlices, c.lane);
+#pragma unroll
+      for (int group = 0; group < groups; group++)
+        multiply_columns<V>(sums[g], halves, of_x, group, blocks[group], c.lane);
+    }
+  };
+  // Columns that come in no box are first: behind the others there are fewer registers.
+#pragma unroll
+  for (int step = 0; step < S::kTailSteps; step++) {
+    ptx::Quad halves[4][2];
+    Tail<V>(job, pairs.expert, row, c.lane).load(step, halves);
+    multiply_step(halves, S::kSteps + step, min(S::kTail - step * S::kStep, S::kStep) / S::kGroup);
+  }
 #pragma unroll 1
   for (uint32_t box = 0; box < kBoxesOfTile<V>; box++, entry += stride) {
     if (!c.ring.wait(entry, c.phase)) return false;
@@ -215,17 +274,7 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t r
 #pragma unroll
       for (int i = 0; i < 4; i++) weights.load(i, i % 2, 0, halves[i]);
       weights.advance(step);
-      BlockScale<V> blocks[S::kGroupsOfStep][2];
-      scales.convert(blocks, pairs.expert, row, c.lane);
-      if (first + step + 1 < S::kSteps) scales.load(job, pairs.expert, row, first + step + 1, c.lane);
-#pragma unroll
-      for (int g = 0; g < kGroups<V>; g++) {
-        if (g > 0 && g >= num_groups) continue;
-        const StepOfX<V> of_x(V::x(job) + pairs.row_of_x(g, c.lane), first + step, c.lane);
-#pragma unroll
-        for (int group = 0; group < S::kGroupsOfStep; group++)
-          multiply_columns<V>(sums[g], halves, of_x, group, blocks[group], c.lane);
-      }
+      multiply_step(halves, first + step, S::kGroupsOfStep);
     }
     c.ring.release(entry);
   }
