@@ -58,6 +58,13 @@ class ArgumentError(MpkError, ValueError):
     remedy = "The function's docstring says what each argument takes, and --help what a command does."
 
 
+class CheckpointError(MpkError, ValueError):
+    """A checkpoint lacks what its configuration says, or is loaded in a way that its format does not have here."""
+
+    template = "{what}. {remedy}"
+    remedy = "docs/weights.md says how each format is loaded, and what of."
+
+
 class UnsupportedError(MpkError):
     """A compile stage cannot take a node of the user's graph, or the graph.
 

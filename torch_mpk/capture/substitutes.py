@@ -9,6 +9,7 @@ see an operator of ours that is a substitute, too.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
@@ -125,6 +126,10 @@ def _substitute_experts(module: Any) -> None:
     quantized_experts.replace_products(module)
 
 
+def _register_mxfp4(_: Any) -> None:
+    importlib.import_module("torch_mpk.capture.mxfp4_experts")
+
+
 def keep_weights(model: Any) -> None:
     """Leaves quantised weights as they are stored in eager calls, too, where their packages would write them anew."""
     packed_linears.keep_packed(model)
@@ -140,6 +145,7 @@ _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.finegrained_fp8": _substitute_fp8,
     "transformers.integrations.compressed_tensors": _substitute_compressed,
     "transformers.integrations.moe": _substitute_experts,
+    "transformers.quantizers.auto": _register_mxfp4,
     "gptqmodel.nn_modules.qlinear": gptqmodel_linears.take_linears,
     "compressed_tensors.compressors.model_compressors.model_compressor": packed_linears.take_compressor,
     "bitsandbytes.nn.modules": bitsandbytes_linears.take_linears,
