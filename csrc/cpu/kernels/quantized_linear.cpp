@@ -1,5 +1,6 @@
 // Products with quantised weights, of linears and of experts.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -16,10 +17,17 @@ constexpr int64_t kWideRows = 8;      // of weights, that are converted to float
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
 constexpr int kWord = WeightFormat::kWordRows, kLines = kMaxRowsPerUnit / kWord;  // of words, that a unit has
 
+// Neighbours as float32.
+void load_floats(DType dtype, const uint8_t* p, float* values, int64_t count, const Microkernels& microkernels) {
+  if (dtype != DType::kE8M0) return microkernels.load_of(dtype)(p, 1, values, static_cast<int>(count));
+  for (int64_t i = 0; i < count; i++) {  // exponents; the least is that of a denormal
+    const uint32_t bits = p[i] == 0 ? 0x00400000 : p[i] == 0xff ? 0x7fc00000 : static_cast<uint32_t>(p[i]) << 23;
+    values[i] = std::bit_cast<float>(bits);
+  }
+}
 float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) {
-  if (dtype == DType::kE8M0) return *p == 0xff ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, *p - 127);
   float value;
-  microkernels.load_of(dtype)(p, 1, &value, 1);
+  load_floats(dtype, p, &value, 1, microkernels);
   return value;
 }
 
@@ -177,14 +185,19 @@ class QuantizedProducts : public Kernel {
   }
 
   void find_factors(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, float* factors) const {
+    const bool are_neighbours = scale_.strides[2] == size_bytes(format_.scale_dtype) &&
+                                blocks_ == format_.scale_columns() && !format_.has_nested_scales();
     for (int64_t n = begin; n < end; n++) {
       float* own = factors + (n - begin) * blocks_;
       if (n > begin && n % format_.block_rows != 0) {
         std::memcpy(own, own - blocks_, blocks_ * sizeof(float));
         continue;
       }
-      for (int64_t run = 0; run < blocks_; run++)
-        own[run] = scale_at(frame, matrix, n / format_.block_rows, column_of(run));
+      const int64_t row = n / format_.block_rows;
+      if (are_neighbours)
+        load_floats(format_.scale_dtype, scale_.at(frame, matrix, row), own, blocks_, microkernels_);
+      else
+        for (int64_t run = 0; run < blocks_; run++) own[run] = scale_at(frame, matrix, row, column_of(run));
     }
   }
 

@@ -10,6 +10,7 @@ constexpr int kQuantizedStep = 4 * kLanes;
 // e4m3 by a table of its 128 magnitudes in bfloat16, NaN included. Arithmetic would produce denormals, which some
 // processors handle a hundred times more slowly.
 struct WeightsE4M3 {
+  static constexpr bool kIsFinite = false;
   static constexpr float kScale = 1;
   static constexpr int kPacked = 1;  // weights to a byte
   __m512i table[4];
@@ -41,6 +42,7 @@ struct WeightsE4M3 {
 };
 #else
 struct WeightsE4M3 {
+  static constexpr bool kIsFinite = false;
   static constexpr int kPacked = 1;
 #if defined(MPK_TIER_AVX2)
   static constexpr float kScale = 1;
@@ -85,6 +87,7 @@ struct WeightsE4M3 {
 
 struct WeightsI8 {
   static constexpr float kScale = 1;
+  static constexpr bool kIsFinite = true;
   static constexpr int kPacked = 1;
 
   static MPK_INLINE vf load_vector(const uint8_t* p) {
@@ -126,6 +129,7 @@ struct CodesE2M1 {
 template <class Codes>
 struct Weights4 {
   static constexpr float kScale = Codes::kScale;
+  static constexpr bool kIsFinite = true;
   static constexpr int kPacked = 2;
 #if defined(MPK_TIER_AVX512)
   __m512i table;  // the numbers of all codes, in bfloat16
@@ -192,23 +196,24 @@ constexpr bool kHasWords = requires(const W& w, const uint8_t* p) { w.words(p); 
 
 int64_t quantized_pitch(int64_t run) { return (run + kQuantizedStep - 1) / kQuantizedStep * kQuantizedStep; }
 
-// How a step of weights is multiplied with x: as floats or, if the processor multiplies them, as pairs of bfloat16.
+// How a step of weights, or its first half, is multiplied with x: as floats or, if the processor multiplies them, as
+// pairs of bfloat16.
 struct FloatX {
   using T = float;
-  template <class W, int kCols>
+  template <int kHalves, class W, int kCols>
   static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
     vf weights[4];
     w.load(from, weights);
-    for (int v = 0; v < 4; v++)
+    for (int v = 0; v < 2 * kHalves; v++)
       for (int j = 0; j < kCols; j++) acc[j] = vec_fma(weights[v], load_vec(x + j * pitch + v * kLanes), acc[j]);
   }
 };
 #if defined(MPK_TIER_AVX512_BF16)
 struct PairsX {
   using T = bf16;
-  template <class W, int kCols>
+  template <int kHalves, class W, int kCols>
   static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < kHalves; half++) {
       const __m512i weights = w.words(from + 32 * half / W::kPacked);
       for (int j = 0; j < kCols; j++)
         acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)weights,
@@ -248,15 +253,25 @@ MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const typenam
         const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
         __builtin_prefetch(from + kPrefetchBytes);
         nan[i] |= w.has_nan(from);
-        X::add(w, from, x + k, runs * pitch, acc[i]);
+        X::template add<2>(w, from, x + k, runs * pitch, acc[i]);
       }
-    if (k < size)
+    // What is less than a step is read where it is, if the row goes on behind it: x has zeros there.
+    if (W::kIsFinite && k < size && run * a.run + k + kQuantizedStep <= a.k) {
+      const bool is_half = size - k <= kQuantizedStep / 2;
+      for (int i = 0; i < kRows; i++) {
+        const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
+        __builtin_prefetch(from + kPrefetchBytes);
+        is_half ? X::template add<1>(w, from, x + k, runs * pitch, acc[i])
+                : X::template add<2>(w, from, x + k, runs * pitch, acc[i]);
+      }
+    } else if (k < size) {
       for (int i = 0; i < kRows; i++) {
         uint8_t whole[kQuantizedStep] = {};
         __builtin_memcpy(whole, weights[i] + (run * a.run + k) / W::kPacked, (size - k) / W::kPacked);
         nan[i] |= w.has_nan(whole);
-        X::add(w, whole, x + k, runs * pitch, acc[i]);
+        X::template add<2>(w, whole, x + k, runs * pitch, acc[i]);
       }
+    }
     for (int i = 0; i < kRows; i++) {
       const float of_weight = a.weight_factors[(rows[i] - a.begin) * a.weight_factors_stride + run] * W::kScale;
       for (int j = 0; j < kCols; j++)
