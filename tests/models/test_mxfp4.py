@@ -180,3 +180,10 @@ def test_models_that_have_no_such_experts(config: Any, message: str, tmp_path: P
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
+
+
+def test_experts_that_are_shared_out_are_refused(folder: Path) -> None:
+    experts = experts_of(load(folder))
+    experts._is_expert_parallel = True  # as Transformers marks them while it loads
+    with pytest.raises(CheckpointError, match="mlp.experts is shared out to ranks"):
+        experts.view_as_numbers("mlp.experts")

@@ -71,12 +71,12 @@ class Mxfp4Experts(torch.nn.Module):
         return torch.ops.mpk.quantized_expert_linear(x, ids, *matrices, **attrs) + getattr(self, f"{name}_bias")[ids]
 
     def view_as_numbers(self, path: str) -> None:
-        """Raises CheckpointError where parameters were not loaded, as Transformers notes of each."""
+        """Raises CheckpointError where parameters were not loaded, as Transformers notes of each, or are a share."""
+        if getattr(self, "_is_expert_parallel", False):
+            raise CheckpointError(f"{path} is shared out to ranks, expected all experts in one process")
         missing = [name for name, each in self.named_parameters() if not getattr(each, "_is_hf_initialized", False)]
         if missing:
             raise CheckpointError(f"the checkpoint lacks {', '.join(f'{path}.{name}' for name in missing)}")
-        if getattr(self, "_is_expert_parallel", False):
-            raise CheckpointError(f"{path} is shared out to ranks, expected all experts in one process")
         for name, each in self.named_parameters():
             if name.endswith("_blocks"):
                 setattr(self, name, torch.nn.Parameter(each.flatten(2).view(E2M1), requires_grad=False))
