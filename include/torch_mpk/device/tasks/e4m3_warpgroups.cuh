@@ -42,16 +42,14 @@ struct E4M3LineScales {
     for (int i = 0; i < kOfLane; i++) mine[i] = scales[min(lane + 32 * i, V::kBatch - 1) * V::kXScalePitch];
   }
   // Of row `r` of x, and those behind it in lanes of other columns of sums.
-  MPK_DEVICE float x(int r, int lane) const {
-    return __shfl_sync(~0u, mine[r / 32], r % 32 + lane % 4 * 2);
-  }
+  MPK_DEVICE float x(int r, int lane) const { return __shfl_sync(~0u, mine[r / 32], r % 32 + lane % 4 * 2); }
 };
 
 // A warpgroup's mainloop.
 template <class V, class C>
 MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
-  const OwnLines<V> own(pass, c.warp);
+  const OwnBoxes<V> own((pass.end - pass.begin) * V::kParts, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
   E4M3LineScales<V> scales;  // of the next line
   WarpgroupSums<V::kXRows> products = {};
