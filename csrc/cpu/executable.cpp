@@ -312,7 +312,11 @@ void CpuExecutable::work(const Frame& frame, int worker, int num_workers, SpinBa
 // Computes the worker's part of a phase.
 void CpuExecutable::compute(const Frame& frame, size_t p, int worker) {
   uint8_t* scratch = scratch_.get() + worker * scratch_bytes_;
-  const auto run = [&](const Chunk& chunk) { chunk.kernel->run(frame, chunk.begin, chunk.end, scratch); };
+  const Kernel* prepared = nullptr;
+  const auto run = [&](const Chunk& chunk) {
+    if (std::exchange(prepared, chunk.kernel) != chunk.kernel) chunk.kernel->prepare(frame, scratch);
+    chunk.kernel->run(frame, chunk.begin, chunk.end, scratch);
+  };
   PhasePlan& phase = phases_[p];
   if (worker == 0) {
     for (const Node* node : phase.references) call_reference(frame, *node, p);

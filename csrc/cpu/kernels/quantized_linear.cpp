@@ -11,111 +11,112 @@
 namespace mpk::cpu {
 namespace {
 
-// Rows of weights that a unit has, and rows of x that meet them at a time.
-constexpr int64_t kOffsetsStep = 16;  // that numbers of zero points are a multiple of, see QuantizedArgs
-constexpr int64_t kWideRows = 8;      // of weights, that are converted to float32 before a product
-constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 64, kWantedUnits = 64;
-constexpr int kWord = WeightFormat::kWordRows, kLines = kMaxRowsPerUnit / kWord;  // of words, that a unit has
-
-// Neighbours as float32.
-void load_floats(DType dtype, const uint8_t* p, float* values, int64_t count, const Microkernels& microkernels) {
-  if (dtype != DType::kE8M0) return microkernels.load_of(dtype)(p, 1, values, static_cast<int>(count));
-  for (int64_t i = 0; i < count; i++) {  // exponents; the least is that of a denormal
-    const uint32_t bits = p[i] == 0 ? 0x00400000 : p[i] == 0xff ? 0x7fc00000 : static_cast<uint32_t>(p[i]) << 23;
-    values[i] = std::bit_cast<float>(bits);
-  }
-}
-float float_of(DType dtype, const uint8_t* p, const Microkernels& microkernels) {
-  float value;
-  load_floats(dtype, p, &value, 1, microkernels);
-  return value;
-}
-
-// Rows of x that meet one matrix, and where their results begin.
-struct Rows {
-  const uint8_t* x[kLinearRowBlock];
-  uint8_t* y[kLinearRowBlock];
-  int64_t count;
-};
+// Rows of weights that a unit has, and rows of x that are prepared at a time.
+constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 128, kWantedUnits = 64;
+constexpr int64_t kMostRows = 128;
+constexpr int64_t kMostParts = 16;  // of a wide run
+constexpr int kWord = WeightFormat::kWordRows;
+constexpr int64_t kElementBytes = sizeof(uint32_t);  // of words
+constexpr uint8_t kToMiddle = 0x88;                  // makes numbers with a sign those with 8 more
 
 // Products of rows of x with a matrix, or with one of several matrices of one format. A unit is some rows of weights.
 class QuantizedProducts : public Kernel {
  protected:
-  // `most_rows`: of x, that meet a matrix.
-  QuantizedProducts(const Node& node, const Microkernels& microkernels, int64_t most_rows)
-      : microkernels_(microkernels), format_(checked(node)), dtype_(float_dtype(node, node.operand("x"))) {
+  // `num_rows`: of x, all together.
+  QuantizedProducts(const Node& node, const Microkernels& microkernels, int64_t num_rows)
+      : microkernels_(microkernels),
+        format_(checked(node)),
+        dtype_(float_dtype(node, node.operand("x"))),
+        block_(std::min(num_rows, kMostRows)) {
     const Operand &x = node.operand("x"), &weight = node.operand("weight"), &scale = node.operand("weight_scale");
-    const Operand &y = node.operand("y"), *bias = node.find("bias"), *x_scale = node.find("x_scale");
-    const Operand* zero = node.find("zero");
+    const Operand &y = node.operand("y"), *bias = node.find("bias"), *zero = node.find("zero");
     if (dtype_ == DType::kF64) fail(node, "x is float64, expected float32, float16 or bfloat16");
     float_dtype(node, y, &x);
     if (bias != nullptr) bias_dtype_ = float_dtype(node, *bias);
     for (const Operand* o : {&x, bias, &y})
       if (o != nullptr) require_inner_stride(node, *o);
-    is_gathered_ = weight.tensor.strides.back() != 1 || format_.has_word_rows();
     weight_ = stacked(weight.tensor), scale_ = stacked(scale.tensor);
-    if (bias != nullptr) bias_ = Place(bias->tensor);
-    if (x_scale != nullptr) x_scale_ = Place(x_scale->tensor);
     if (zero != nullptr) zero_ = stacked(zero->tensor), zero_dtype_ = zero->tensor.dtype;
-    num_weight_rows_ = format_.rows;
-    depth_ = std::max<int64_t>(format_.columns, 1);
-    run_ = is_wide() ? depth_ : std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
-    pitch_ = microkernels.quantized_pitch(run_);
-    blocks_ = is_wide() ? format_.scale_columns() : runs_;
-    offsets_pitch_ = format_.has_zero() ? round_up(blocks_, kOffsetsStep) : 0;
     const auto place = [&](const char* name) {
       const Operand* operand = node.find(name);
       if (operand != nullptr) require_inner_stride(node, *operand);
       return operand == nullptr ? Place() : Place(operand->tensor);
     };
-    groups_ = place("column_groups"), code_ = place("codebook");
+    bias_ = place("bias"), x_scale_ = place("x_scale"), groups_ = place("column_groups"), code_ = place("codebook");
     scale_code_ = place("scale_code"), scale_scale_ = place("scale_scale"), scale_offset_ = place("scale_offset");
-    product_ = product_of(format_, microkernels);
-    block_ = std::min<int64_t>(most_rows, kLinearRowBlock);
-    rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / kMinRowsPerUnit * kMinRowsPerUnit, kMinRowsPerUnit,
-                                kMaxRowsPerUnit);
-    num_units_ = most_rows == 0 ? 0 : (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
-    unit_cost_ =
-        static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, most_rows / 2.0) / kBytesPerNs;
-    scratch_bytes_ = 2 * bytes_of(block_ * runs_ * pitch_) + bytes_of(block_ * runs_) +
-                     bytes_of(rows_per_unit_ * blocks_) + 2 * bytes_of(std::max(block_ * rows_per_unit_, depth_)) +
-                     bytes_of(block_ * offsets_pitch_) + bytes_of(rows_per_unit_ * offsets_pitch_) +
-                     (is_gathered_ ? rows_per_unit_ * gathered_pitch() : 0) + wide_bytes();
+    num_weight_rows_ = format_.rows;
+    depth_ = std::max<int64_t>(format_.columns, 1);
+    run_ = std::min(format_.run(), depth_), runs_ = (depth_ + run_ - 1) / run_;
+    blocks_ = format_.has_groups ? format_.scale_columns() : runs_;
+    plan(num_rows, weight.tensor.strides.back() == 1);
+    const bool is_bf16 = !format_.has_groups && (format_.quantizes_x() || dtype_ == DType::kBF16);
+    product_ = microkernels.quantized[static_cast<int>(code_of_weights_)][is_bf16];
+    const int64_t wide = product_.wide_run;
+    if (wide > run_ && wide % run_ == 0 && wide / run_ <= kMostParts && std::has_single_bit<uint64_t>(wide / run_) &&
+        format_.columns % wide == 0 && !format_.quantizes_x())
+      run_ = wide, runs_ = format_.columns / wide;
+    pitch_ = microkernels.quantized_pitch(run_);
+    scratch_bytes_ = reinterpret_cast<intptr_t>(lay_out(nullptr).end);
   }
 
-  // Computes units [begin, end) of the products of at most block_ rows with matrix number `matrix`.
-  void multiply(const Frame& frame, int64_t matrix, const Rows& rows, int64_t begin, int64_t end,
+  // Prepares a row of x, number r of at most block_.
+  void prepare_row(const Frame& frame, const uint8_t* row, int64_t r, uint8_t* scratch) const {
+    const Scratch s = lay_out(scratch);
+    float *values = s.values, *factors = s.x_factors + r * runs_, *sums = s.x_sums + r * blocks_;
+    microkernels_.load_of(dtype_)(row, 1, values, static_cast<int>(format_.columns));
+    std::fill(factors, factors + runs_, 1.0f);
+    for (int64_t first = 0; format_.quantizes_x() && first < format_.columns; first += format_.x_columns) {
+      const int64_t size = std::min(format_.x_columns, format_.columns - first);
+      const float scale = format_.has_static_x ? *floats(frame, x_scale_) : scale_of(values + first, size);
+      microkernels_.round_e4m3(values + first, size, scale);
+      for (int64_t k = first; k < first + size; k += run_) factors[k / run_] = scale;
+    }
+    for (int64_t run = 0; run < runs_; run++) {
+      const float* own = values + run * run_;
+      const int64_t size = std::clamp<int64_t>(format_.columns - run * run_, 0, run_);
+      product_.arrange_x(own, size, s.x, (r * runs_ + run) * pitch_);
+    }
+    if (!format_.has_zero()) return;
+    const int64_t block_size = std::max<int64_t>(run_ * runs_ / blocks_, 1);  // that is no group
+    for (int64_t block = 0; !format_.has_groups && block < blocks_; block++) {
+      const int64_t first = block * block_size, size = std::clamp<int64_t>(format_.columns - first, 0, block_size);
+      sums[block] = factors[first / run_] * microkernels_.sum_of(values + first, size);
+    }
+    if (!format_.has_groups) return;
+    std::fill(sums, sums + blocks_, 0.0f);
+    const int32_t* groups = groups_of(frame);
+    for (int64_t k = 0; k < format_.columns; k++)
+      if (static_cast<uint32_t>(groups[k]) < blocks_) sums[groups[k]] += values[k];
+  }
+
+  // Computes units [begin, end) of the products of `count` prepared rows, from number `first` on, with matrix number
+  // `matrix`. `y`: where the results of a row begin.
+  template <class Y>
+  void multiply(const Frame& frame, int64_t matrix, int64_t first, int64_t count, Y y, int64_t begin, int64_t end,
                 uint8_t* scratch) const {
-    const auto take = [&](int64_t floats) {
-      auto* p = reinterpret_cast<float*>(scratch);
-      scratch += bytes_of(floats);
-      return p;
-    };
-    float *x = take(block_ * runs_ * pitch_), *pairs = take(block_ * runs_ * pitch_), *x_factors = take(block_ * runs_);
-    float* weight_factors = take(rows_per_unit_ * blocks_);
-    float *sums = take(std::max(block_ * rows_per_unit_, depth_)),
-          *values = take(std::max(block_ * rows_per_unit_, depth_));
-    float *x_sums = take(block_ * offsets_pitch_), *offsets = take(rows_per_unit_ * offsets_pitch_);
-    auto* wide = reinterpret_cast<float*>(scratch);
-    scratch += wide_bytes();
-    for (int64_t r = 0; r < rows.count; r++)
-      prepare_row(frame, rows.x[r], x + r * runs_ * pitch_, x_factors + r * runs_, x_sums + r * offsets_pitch_, values);
+    const Scratch s = lay_out(scratch);
     for (int64_t unit = begin; unit < end; unit++) {
+      const int64_t row = unit * rows_per_unit_, last = std::min(row + rows_per_unit_, num_weight_rows_);
       QuantizedArgs args = {};
-      args.x = x, args.x_factors = x_factors, args.num_rows = rows.count, args.k = format_.columns, args.run = run_;
-      args.weight = weight_.at(frame, matrix), args.weight_stride = weight_.strides[1];
-      args.begin = unit * rows_per_unit_, args.end = std::min(args.begin + rows_per_unit_, num_weight_rows_);
-      find_factors(frame, matrix, args.begin, args.end, weight_factors);
-      if (format_.has_zero()) {
-        find_offsets(frame, matrix, args.begin, args.end, weight_factors, offsets);
-        args.offsets = offsets, args.x_sums = x_sums, args.offsets_stride = offsets_pitch_;
+      args.x = s.x, args.x_factors = format_.quantizes_x() ? s.x_factors : nullptr, args.x_sums = s.x_sums;
+      args.begin = first, args.end = first + count, args.k = format_.columns, args.run = run_;
+      args.num_weight_rows = last - row, args.num_blocks = blocks_;
+      args.factors = s.factors, args.factors_stride = has_words() ? rows_per_unit_ : blocks_;
+      args.sums = s.sums, args.codebook = floats(frame, code_), args.groups = groups_of(frame);
+      find_factors(frame, matrix, row, last, args);
+      if (format_.has_zero()) find_offsets(frame, matrix, row, last, s.offsets, args);
+      args.weight = weight_.at(frame, matrix, row / format_.word_rows);
+      args.weight_stride = weight_.strides[has_words() ? 2 : 1];
+      if (is_gathered_) gather(frame, matrix, row, last, s.gathered, args);
+      product_.multiply(args);
+      if (bias_)
+        microkernels_.load_of(bias_dtype_)(bias_.at(frame) + row * size_bytes(bias_dtype_), 1, s.values,
+                                           static_cast<int>(last - row));
+      for (int64_t r = 0; r < count; r++) {
+        float* sums = s.sums + r * (last - row);
+        for (int64_t i = 0; bias_ && i < last - row; i++) sums[i] += s.values[i];
+        microkernels_.store_of(dtype_)(sums, y(r) + row * size_bytes(dtype_), 1, static_cast<int>(last - row));
       }
-      if (is_gathered_) gather(frame, matrix, args, scratch);
-      args.weight_factors = weight_factors, args.weight_factors_stride = blocks_, args.sums = sums;
-      args.x_is_bf16 = format_.quantizes_x() || dtype_ == DType::kBF16;
-      args.scratch = reinterpret_cast<uint8_t*>(pairs);
-      is_wide() ? multiply_wide(frame, args, wide) : product_(args);
-      store(frame, rows, args.begin, args.end, sums, values);
     }
   }
 
@@ -124,7 +125,6 @@ class QuantizedProducts : public Kernel {
     if (const auto why = WeightFormat::refuses(node)) fail(node, *why);
     return WeightFormat::of(node);
   }
-  static int64_t bytes_of(int64_t floats) { return round_up(floats * static_cast<int64_t>(sizeof(float)), 64); }
 
   // A matrix, as one of a stack.
   static View stacked(Tensor t) {
@@ -132,247 +132,202 @@ class QuantizedProducts : public Kernel {
     return View(t);
   }
 
-  // A row of x in runs, and its factors.
-  void prepare_row(const Frame& frame, const uint8_t* row, float* x, float* factors, float* sums, float* values) const {
-    microkernels_.load_of(dtype_)(row, 1, values, static_cast<int>(format_.columns));
-    const float given = x_scale_ ? float_of(DType::kF32, x_scale_.at(frame), microkernels_) : 0;
-    for (int64_t first = 0; format_.quantizes_x() && first < format_.columns; first += format_.x_columns) {
-      const int64_t size = std::min(format_.x_columns, format_.columns - first);
-      const float scale = format_.has_static_x ? given : scale_of(values + first, size);
-      microkernels_.round_e4m3(values + first, size, scale);
-      for (int64_t k = first; k < first + size; k += run_) factors[k / run_] = scale;
-    }
-    for (int64_t run = 0; run < runs_; run++) {
-      const int64_t size = std::clamp<int64_t>(format_.columns - run * run_, 0, run_);
-      std::memcpy(x + run * pitch_, values + run * run_, size * sizeof(float));
-      std::fill(x + run * pitch_ + size, x + (run + 1) * pitch_, 0.0f);
-      if (!format_.quantizes_x()) factors[run] = 1;
-    }
-    for (int64_t run = 0; run < offsets_pitch_; run++)
-      sums[run] = run < runs_ ? factors[run] * sum_of(x + run * pitch_, pitch_) : 0;
+  // Chooses the microkernel, whether weights are gathered for it, and the units. `has_rows`: elements of a row are
+  // neighbours.
+  void plan(int64_t num_rows, bool has_rows) {
+    const bool has_columns = format_.storage == DType::kI32 && (run_ % kWord == 0 || runs_ == 1) && !has_rows;
+    code_of_weights_ = format_.has_word_rows()             ? WeightCode::kRowWords
+                       : format_.has_groups || has_columns ? WeightCode::kColumnWords
+                       : format_.has_code                  ? WeightCode::kTable
+                       : format_.is_e2m1()                 ? WeightCode::kE2M1
+                       : format_.has_middle()              ? WeightCode::kU4
+                       : format_.bits() == 4               ? WeightCode::kI4
+                       : format_.storage == DType::kI8     ? WeightCode::kI8
+                                                           : WeightCode::kE4M3;
+    is_gathered_ = has_words() ? format_.storage != DType::kI32 || weight_.strides[1] != kElementBytes : !has_rows;
+    const int64_t least = has_words() ? kWordsStep : kMinRowsPerUnit;
+    rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / least * least, least, kMaxRowsPerUnit);
+    num_units_ = num_rows == 0 ? 0 : (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
+    unit_cost_ =
+        static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, num_rows / 2.0) / kBytesPerNs;
+  }
+  bool has_words() const {
+    return code_of_weights_ == WeightCode::kColumnWords || code_of_weights_ == WeightCode::kRowWords;
   }
 
-  static float sum_of(const float* values, int64_t n) {
-    float sums[kOffsetsStep] = {};
-    for (int64_t i = 0; i < n; i++) sums[i % kOffsetsStep] += values[i];
-    float sum = 0;
-    for (float each : sums) sum += each;
-    return sum;
+  struct Scratch {
+    float *x, *x_factors, *x_sums, *values, *factors, *offsets, *sums;
+    uint8_t *gathered, *end;
+  };
+  Scratch lay_out(uint8_t* scratch) const {
+    const auto take = [&](int64_t bytes) {
+      uint8_t* p = scratch;
+      scratch += round_up(bytes, 64);
+      return p;
+    };
+    const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
+    Scratch s = {};
+    s.x = floats(block_ * runs_ * pitch_), s.x_factors = floats(block_ * runs_), s.x_sums = floats(block_ * blocks_);
+    s.values = floats(std::max(depth_, rows_per_unit_));
+    s.factors = floats(rows_per_unit_ * (blocks_ + 1));
+    s.offsets = floats(format_.has_zero() ? rows_per_unit_ * blocks_ : 0);
+    s.sums = floats(block_ * rows_per_unit_);
+    s.gathered = take(is_gathered_ ? rows_per_unit_ * gathered_pitch() : 0);
+    s.end = scratch;
+    return s;
   }
 
-  static float scale_of(const float* values, int64_t n) {
-    float most = 0;
-    bool has_nan = false;
-    for (int64_t i = 0; i < n; i++) {
-      const float magnitude = std::fabs(values[i]);
-      most = magnitude > most ? magnitude : most;
-      has_nan |= values[i] != values[i];
-    }
-    return has_nan ? std::numeric_limits<float>::quiet_NaN() : std::max(most / kLargestE4M3, kLeastScale);
-  }
-
-  // The column of the scales of a run, or of a group.
-  int64_t column_of(int64_t run) const { return is_wide() ? run : run * run_ / format_.block_columns; }
-
-  float scale_at(const Frame& frame, int64_t matrix, int64_t row, int64_t column) const {
-    const uint8_t* scale = scale_.at(frame, matrix, row, column);
-    if (!format_.has_nested_scales()) return float_of(format_.scale_dtype, scale, microkernels_);
-    const int64_t own = (row * format_.scale_columns() + column) / format_.scale_block;
-    return floats(frame, scale_code_)[*scale] * floats(frame, scale_scale_)[own] + *floats(frame, scale_offset_);
-  }
   static const float* floats(const Frame& frame, const Place& place) {
     return reinterpret_cast<const float*>(place.at(frame));
   }
+  const int32_t* groups_of(const Frame& frame) const { return reinterpret_cast<const int32_t*>(groups_.at(frame)); }
 
-  void find_factors(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, float* factors) const {
-    const bool are_neighbours = scale_.strides[2] == size_bytes(format_.scale_dtype) &&
-                                blocks_ == format_.scale_columns() && !format_.has_nested_scales();
-    for (int64_t n = begin; n < end; n++) {
-      float* own = factors + (n - begin) * blocks_;
+  float scale_of(const float* values, int64_t n) const {
+    const float most = microkernels_.largest_magnitude(values, n);
+    return most != most ? std::numeric_limits<float>::quiet_NaN() : std::max(most / kLargestE4M3, kLeastScale);
+  }
+
+  // Calls load(row, column, count, down, values) for the blocks' values of rows [begin, end), and repeats them for each
+  // row and run. `is_flat`: a row of blocks follows the other, and `load` takes several.
+  template <class Load>
+  void find(int64_t begin, int64_t end, float* values, int64_t stride, bool is_flat, Load load) const {
+    if (!has_words() && is_flat && format_.block_rows == 1 && blocks_ == format_.scale_columns())
+      return load(begin, 0, (end - begin) * blocks_, false, values);
+    const int64_t first = begin / format_.block_rows;
+    const int64_t count = end == begin ? 0 : (end - 1) / format_.block_rows + 1 - first;
+    for (int64_t block = 0; has_words() && block < blocks_; block++) {
+      float* own = values + block * stride;
+      load(first, column_of(block), count, true, own);
+      for (int64_t i = end - begin - 1; format_.block_rows > 1 && i >= 0; i--)
+        own[i] = own[(begin + i) / format_.block_rows - first];
+    }
+    for (int64_t n = begin; !has_words() && n < end; n++) {
+      float* own = values + (n - begin) * stride;
       if (n > begin && n % format_.block_rows != 0) {
-        std::memcpy(own, own - blocks_, blocks_ * sizeof(float));
+        std::memcpy(own, own - stride, blocks_ * sizeof(float));
         continue;
       }
-      const int64_t row = n / format_.block_rows;
-      if (are_neighbours)
-        load_floats(format_.scale_dtype, scale_.at(frame, matrix, row), own, blocks_, microkernels_);
-      else
-        for (int64_t run = 0; run < blocks_; run++) own[run] = scale_at(frame, matrix, row, column_of(run));
+      load(n / format_.block_rows, 0, format_.scale_columns(), false, own);
+      for (int64_t run = blocks_ - 1; blocks_ > format_.scale_columns() && run >= 0; run--)
+        own[run] = own[column_of(run)];
+    }
+  }
+  static bool is_flat(const View& view, int64_t columns) { return view.strides[1] == columns * view.strides[2]; }
+  // The column of the scales of a run, or of a group.
+  int64_t column_of(int64_t run) const {
+    return blocks_ == format_.scale_columns() ? run : run * run_ / format_.block_columns;
+  }
+
+  void find_factors(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, const QuantizedArgs& args) const {
+    find(begin, end, args.factors, args.factors_stride, is_flat(scale_, blocks_),
+         [&](int64_t row, int64_t column, int64_t count, bool down, float* values) {
+           const uint8_t* from = scale_.at(frame, matrix, row, column);
+           const int64_t stride = scale_.strides[down ? 1 : 2];
+           if (format_.has_nested_scales()) return load_nested(frame, from, stride, row, column, count, down, values);
+           if (format_.scale_dtype != DType::kE8M0)
+             return microkernels_.load_of(format_.scale_dtype)(from, stride / size_bytes(format_.scale_dtype), values,
+                                                               static_cast<int>(count));
+           for (int64_t i = 0; i < count; i++) values[i] = power_of_two(from[i * stride]);
+         });
+    if (format_.has_groups)
+      std::fill_n(args.factors + blocks_ * args.factors_stride, rows_per_unit_,
+                  std::numeric_limits<float>::quiet_NaN());
+  }
+  static float power_of_two(uint8_t e8m0) {
+    if (e8m0 == 0xff) return std::numeric_limits<float>::quiet_NaN();
+    return std::bit_cast<float>(e8m0 == 0 ? 1u << 22 : static_cast<uint32_t>(e8m0) << 23);
+  }
+  void load_nested(const Frame& frame, const uint8_t* from, int64_t stride, int64_t row, int64_t column, int64_t count,
+                   bool down, float* values) const {
+    const float *code = floats(frame, scale_code_), *scales = floats(frame, scale_scale_);
+    const float offset = *floats(frame, scale_offset_);
+    const int64_t place = row * format_.scale_columns() + column, step = down ? format_.scale_columns() : 1;
+    for (int64_t i = 0; i < count;) {
+      const int64_t own = (place + i * step) / format_.scale_block;
+      const int64_t left = ((own + 1) * format_.scale_block - place - i * step + step - 1) / step;
+      for (const int64_t end = std::min(count, i + left); i < end; i++)
+        values[i] = code[from[i * stride]] * scales[own] + offset;
     }
   }
 
-  // Finds the offset that zero points add to each run's numbers. `factors`: the scales.
-  void find_offsets(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, const float* factors,
-                    float* offsets) const {
+  // Finds the offset that zero points add to each run's numbers.
+  void find_offsets(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, float* offsets,
+                    QuantizedArgs& args) const {
+    args.offsets = offsets;
+    find(begin, end, offsets, args.factors_stride, is_flat(zero_, blocks_) && format_.zero != ZeroKind::kPackedPoints,
+         [&](int64_t row, int64_t column, int64_t count, bool down, float* values) {
+           if (format_.zero == ZeroKind::kPackedPoints)
+             return load_packed(frame, matrix, row, column, count, down, values);
+           const uint8_t* from = zero_.at(frame, matrix, row, column);
+           const int64_t stride = zero_.strides[down ? 1 : 2];
+           if (format_.zero == ZeroKind::kAdded)
+             return microkernels_.load_of(zero_dtype_)(from, stride / size_bytes(zero_dtype_), values,
+                                                       static_cast<int>(count));
+           for (int64_t i = 0; i < count; i++)
+             values[i] = zero_dtype_ == DType::kI8 ? static_cast<int8_t>(from[i * stride]) : from[i * stride];
+         });
+    if (format_.zero == ZeroKind::kAdded) return;
     const float middle = format_.has_middle() ? WeightFormat::kMiddle : 0;
-    for (int64_t n = begin; n < end; n++)
-      for (int64_t run = 0; run < offsets_pitch_; run++) {
-        float* offset = offsets + (n - begin) * offsets_pitch_ + run;
-        const int64_t row = n / format_.block_rows, column = column_of(run);
-        if (run >= blocks_)
-          *offset = 0;
-        else if (format_.zero == ZeroKind::kAdded)
-          *offset = float_of(zero_dtype_, zero_.at(frame, matrix, row, column), microkernels_);
-        else
-          *offset = (middle - point(frame, matrix, row, column)) * factors[(n - begin) * blocks_ + run];
+    const int64_t lines = has_words() ? blocks_ : end - begin, size = has_words() ? end - begin : blocks_;
+    for (int64_t line = 0; line < lines; line++)
+      for (int64_t i = 0; i < size; i++) {
+        float& offset = offsets[line * args.factors_stride + i];
+        offset = (middle - offset) * args.factors[line * args.factors_stride + i];
       }
   }
-  float point(const Frame& frame, int64_t matrix, int64_t row, int64_t column) const {
-    if (format_.zero == ZeroKind::kPoints) {
-      const uint8_t byte = *zero_.at(frame, matrix, row, column);
-      return zero_dtype_ == DType::kI8 ? static_cast<int8_t>(byte) : byte;
+  void load_packed(const Frame& frame, int64_t matrix, int64_t row, int64_t column, int64_t count, bool down,
+                   float* values) const {
+    const uint8_t* from = zero_.at(frame, matrix, row / kWord, column);
+    uint32_t words[kMaxRowsPerUnit / kWord + 1];
+    if (!down) {
+      for (int64_t i = 0; i < count; i++) {
+        std::memcpy(words, from + i * zero_.strides[2], sizeof *words);
+        values[i] = static_cast<float>(*words >> format_.place(row) * 4 & 15);
+      }
+      return;
     }
-    uint32_t word;
-    std::memcpy(&word, zero_.at(frame, matrix, row / 8, column), sizeof word);
-    return static_cast<float>(word >> format_.place(row) * 4 & 15);
+    float points[kWord * std::size(words)];
+    const int64_t num_words = (row % kWord + count + kWord - 1) / kWord;
+    for (int64_t i = 0; i < num_words; i++) std::memcpy(words + i, from + i * zero_.strides[1], sizeof *words);
+    microkernels_.zero_points(words, num_words, format_.has_word_rows(), points);
+    std::memcpy(values, points + row % kWord, count * sizeof(float));
   }
 
   // A cache line apart, or rows of 2^n bytes would all have the same places in the cache.
   int64_t gathered_pitch() const { return round_up(format_.row_bytes(), 64) + 64; }
 
-  // Rows whose elements lie apart, one after the other.
-  void gather(const Frame& frame, int64_t matrix, QuantizedArgs& args, uint8_t* rows) const {
-    if (format_.has_word_rows())
-      gather_words(frame, matrix, args, rows);
-    else if (format_.storage == DType::kI32)
-      gather_elements<4>(frame, matrix, args, rows);
-    else
-      gather_elements<1>(frame, matrix, args, rows);
-    args.weight = rows - args.begin * gathered_pitch(), args.weight_stride = gathered_pitch();
-  }
-
-  template <int kBytes>
-  void gather_elements(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
-    const int64_t count = format_.row_bytes() / kBytes;
-    for (int64_t i = 0; i < count; i++) {
-      const uint8_t* from = weight_.at(frame, matrix, args.begin, i);
-      for (int64_t n = 0; n < args.end - args.begin; n++)
-        std::memcpy(rows + n * gathered_pitch() + i * kBytes, from + n * weight_.strides[1], kBytes);
+  // Copies rows whose elements do not lie as the microkernel reads them.
+  void gather(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, uint8_t* to, QuantizedArgs& args) const {
+    args.weight = to,
+    args.weight_stride = has_words() ? rows_per_unit_ / format_.word_rows * kElementBytes : gathered_pitch();
+    const int64_t bytes = format_.storage == DType::kI32 ? kElementBytes : 1, rows = (end - begin) / format_.word_rows;
+    const int64_t elements = format_.has_word_rows() ? format_.columns : format_.row_bytes() / bytes;
+    const int64_t per_word = kElementBytes / bytes;  // of those of one row
+    for (int64_t i = 0; i < elements; i++) {
+      const uint8_t* from = weight_.at(frame, matrix, begin / format_.word_rows, i);
+      uint8_t* own = to + (has_words() ? i / per_word * args.weight_stride + i % per_word * bytes : i * bytes);
+      const int64_t stride = has_words() ? kElementBytes : args.weight_stride;
+      for (int64_t n = 0; n < rows; n++) std::memcpy(own + n * stride, from + n * weight_.strides[1], bytes);
     }
-  }
-
-  // Words of eight rows become words of eight columns, those of all rows at a time.
-  void gather_words(const Frame& frame, int64_t matrix, const QuantizedArgs& args, uint8_t* rows) const {
-    const int64_t pitch = gathered_pitch(), lines = (args.end - args.begin) / kWord;
-    uint32_t words[kWord][kLines] = {};
-    for (int64_t first = 0; first < format_.columns; first += kWord) {
-      const int64_t columns = std::min<int64_t>(kWord, format_.columns - first);
-      for (int64_t i = 0; i < columns; i++) {
-        const uint8_t* from = weight_.at(frame, matrix, args.begin / kWord, first + i);
-        for (int64_t line = 0; line < lines; line++)
-          std::memcpy(&words[i][line], from + line * weight_.strides[1], sizeof(uint32_t));
-      }
-      transpose(words);
-      for (int64_t r = 0; r < kWord; r++)
-        for (int64_t line = 0; line < lines; line++) {
-          uint8_t* to = rows + (line * kWord + r) * pitch + first / 2;
-          const uint32_t* word = &words[format_.place(r)][line];
-          columns == kWord ? std::memcpy(to, word, sizeof *word) : std::memcpy(to, word, columns / 2);
-        }
-    }
-  }
-
-  // Transposes eight times 4 bits of eight words: swaps those of a byte, then bytes, then halves of words.
-  static void transpose(uint32_t (&words)[kWord][kLines]) {
-    constexpr uint32_t kLow[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
-    for (int step = 0; step < 3; step++)
-      for (int i = 0; i < kWord; i++) {
-        if ((i & 1 << step) != 0) continue;
-        uint32_t *low = words[i], *high = words[i | 1 << step];
-        for (int line = 0; line < kLines; line++) {
-          const uint32_t swapped = (low[line] >> (4 << step) ^ high[line]) & kLow[step];
-          low[line] ^= swapped << (4 << step), high[line] ^= swapped;
-        }
-      }
-  }
-
-  // Whether rows of weights become float32 before the product.
-  bool is_wide() const { return format_.has_groups || format_.has_code; }
-
-  // The bytes that these rows take, and their product's scratch.
-  int64_t wide_bytes() const {
-    return is_wide() ? bytes_of(kWideRows * depth_) + round_up(microkernels_.linear_scratch_bytes(block_, depth_), 64)
-                     : 0;
-  }
-
-  void multiply_wide(const Frame& frame, const QuantizedArgs& args, float* wide) const {
-    const int64_t row_bytes = depth_ * static_cast<int64_t>(sizeof(float));
-    LinearArgs own = {};
-    own.x = reinterpret_cast<const uint8_t*>(args.x), own.x_stride = pitch_ * static_cast<int64_t>(sizeof(float));
-    own.weight = reinterpret_cast<const uint8_t*>(wide), own.weight_stride = row_bytes;
-    own.y_stride = (args.end - args.begin) * static_cast<int64_t>(sizeof(float));
-    own.num_rows = args.num_rows, own.k = format_.columns;
-    own.scratch = reinterpret_cast<uint8_t*>(wide) + bytes_of(kWideRows * depth_);
-    for (int64_t n = args.begin; n < args.end; n += kWideRows) {
-      own.end = std::min(kWideRows, args.end - n);
-      for (int64_t i = 0; i < own.end; i++) widen(frame, args, n + i, wide + i * depth_);
-      own.y = reinterpret_cast<uint8_t*>(args.sums + n - args.begin);
-      microkernels_.linear[static_cast<int>(DType::kF32)](own);
-    }
-  }
-
-  // A row of weights; NaN where a column's group has a number that there is not.
-  void widen(const Frame& frame, const QuantizedArgs& args, int64_t n, float* row) const {
-    const uint8_t* bytes = args.weight + n * args.weight_stride;
-    const float* factors = args.weight_factors + (n - args.begin) * blocks_;
-    const float* offsets = args.offsets == nullptr ? nullptr : args.offsets + (n - args.begin) * offsets_pitch_;
-    float numbers[WeightFormat::kCodes];
-    find_numbers(frame, numbers);
-    const int of_first = format_.has_code ? 4 : 0;  // bits below the first of two numbers
-    for (int64_t k = 0; k < format_.columns; k++) row[k] = numbers[bytes[k / 2] >> (k % 2 * 4 ^ of_first) & 15];
-    const auto scale = [&](int64_t k, int64_t group) {
-      row[k] = row[k] * factors[group] + (offsets == nullptr ? 0 : offsets[group]);
-    };
-    if (!format_.has_groups) {
-      for (int64_t group = 0, k = 0; group < blocks_; group++)
-        for (const int64_t end = std::min(k + format_.block_columns, format_.columns); k < end; k++) scale(k, group);
-      return;
-    }
-    const auto* groups = reinterpret_cast<const int32_t*>(groups_.at(frame));
-    for (int64_t k = 0; k < format_.columns; k++) {
-      const uint32_t group = groups[k];
-      group < blocks_ ? scale(k, group) : static_cast<void>(row[k] = std::numeric_limits<float>::quiet_NaN());
-    }
-  }
-
-  // Finds the numbers of all codes of 4 bits.
-  void find_numbers(const Frame& frame, float (&numbers)[WeightFormat::kCodes]) const {
-    constexpr int kMiddle = WeightFormat::kMiddle;
-    for (int code = 0; code < WeightFormat::kCodes; code++)
-      numbers[code] = format_.has_code ? floats(frame, code_)[code]
-                                       : static_cast<float>((format_.has_middle() ? code : code ^ kMiddle) - kMiddle);
-  }
-
-  static Microkernels::Quantized product_of(const WeightFormat& format, const Microkernels& microkernels) {
-    if (format.is_e2m1()) return microkernels.quantized_e2m1;
-    if (format.bits() == 4) return format.has_middle() ? microkernels.quantized_u4 : microkernels.quantized_i4;
-    return format.storage == DType::kI8 ? microkernels.quantized_i8 : microkernels.quantized_e4m3;
-  }
-
-  void store(const Frame& frame, const Rows& rows, int64_t begin, int64_t end, float* sums, float* bias) const {
-    const auto size = static_cast<int>(end - begin);
-    if (bias_) microkernels_.load_of(bias_dtype_)(bias_.at(frame) + begin * size_bytes(bias_dtype_), 1, bias, size);
-    for (int64_t r = 0; r < rows.count; r++) {
-      float* row = sums + r * size;
-      for (int i = 0; bias_ && i < size; i++) row[i] += bias[i];
-      microkernels_.store_of(dtype_)(row, rows.y[r] + begin * size_bytes(dtype_), 1, size);
-    }
+    if (!has_words() || format_.storage != DType::kI8) return;
+    for (int64_t i = 0; i < round_up(elements, per_word) / per_word * args.weight_stride; i++) to[i] ^= kToMiddle;
   }
 
   const Microkernels& microkernels_;
   const WeightFormat format_;
   const DType dtype_;
-  DType bias_dtype_ = DType::kF32;
-  Microkernels::Quantized product_;
+  DType bias_dtype_ = DType::kF32, zero_dtype_ = DType::kF32;
+  WeightCode code_of_weights_;
+  QuantizedProduct product_;
   View weight_, scale_, zero_;
   Place bias_, x_scale_, groups_, code_, scale_code_, scale_scale_, scale_offset_;
-  DType zero_dtype_ = DType::kF32;
   bool is_gathered_;
-  int64_t offsets_pitch_, blocks_;  // the latter: scales of a row
+  int64_t blocks_;  // scales of a row
   int64_t depth_, run_, runs_, pitch_;
 
  protected:
-  int64_t num_weight_rows_, rows_per_unit_, block_;  // the last: rows of x that are multiplied at a time
+  int64_t num_weight_rows_, rows_per_unit_;
+  const int64_t block_;  // rows of x that are prepared at a time
 };
 
 class QuantizedLinear : public QuantizedProducts {
@@ -383,16 +338,25 @@ class QuantizedLinear : public QuantizedProducts {
         y_(node.operand("y").tensor),
         num_rows_(node.operand("x").tensor.shape[0]) {}
 
+  void prepare(const Frame& frame, uint8_t* scratch) override {
+    if (num_rows_ <= block_) prepare_block(frame, 0, scratch);
+  }
+
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
     for (int64_t first = 0; first < num_rows_; first += block_) {
-      Rows rows = {};
-      rows.count = std::min(block_, num_rows_ - first);
-      for (int64_t r = 0; r < rows.count; r++) rows.x[r] = x_.at(frame, first + r), rows.y[r] = y_.at(frame, first + r);
-      multiply(frame, 0, rows, begin, end, scratch);
+      if (num_rows_ > block_) prepare_block(frame, first, scratch);
+      multiply(
+          frame, 0, 0, std::min(block_, num_rows_ - first), [&](int64_t r) { return y_.at(frame, first + r); }, begin,
+          end, scratch);
     }
   }
 
  private:
+  void prepare_block(const Frame& frame, int64_t first, uint8_t* scratch) const {
+    for (int64_t r = 0; r < std::min(block_, num_rows_ - first); r++)
+      prepare_row(frame, x_.at(frame, first + r), r, scratch);
+  }
+
   const View x_, y_;
   const int64_t num_rows_;
 };
@@ -405,14 +369,25 @@ class QuantizedExperts : public QuantizedProducts {
     scratch_bytes_ += pairs_.scratch_bytes();
   }
 
+  void prepare(const Frame& frame, uint8_t* scratch) override {
+    int64_t first = 0;
+    if (pairs_.size() > block_) return;
+    pairs_.for_each(frame, 0, 0, block_, scratch, [&](int64_t, const int32_t* pairs, int64_t count) {
+      prepare_pairs(frame, pairs, first, count, scratch);
+      first += count;
+    });
+  }
+
   void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) override {
     const int64_t column = begin * rows_per_unit_, last = std::min(end * rows_per_unit_, num_weight_rows_);
-    uint8_t* own = scratch + pairs_.scratch_bytes();
+    int64_t first = 0;
     pairs_.for_each(frame, column, last, block_, scratch, [&](int64_t expert, const int32_t* pairs, int64_t count) {
-      Rows rows = {};
-      rows.count = count;
-      for (int64_t r = 0; r < count; r++) rows.x[r] = pairs_.x(frame, pairs[r]), rows.y[r] = pairs_.y(frame, pairs[r]);
-      multiply(frame, expert, rows, begin, end, own);
+      const bool is_prepared = pairs_.size() <= block_;
+      if (!is_prepared) prepare_pairs(frame, pairs, 0, count, scratch);
+      multiply(
+          frame, expert, is_prepared ? first : 0, count, [&](int64_t r) { return pairs_.y(frame, pairs[r]); }, begin,
+          end, scratch + pairs_.scratch_bytes());
+      first += count;
     });
   }
 
@@ -420,6 +395,11 @@ class QuantizedExperts : public QuantizedProducts {
   void count_pairs(const Frame& frame, int64_t* pairs) const override { pairs_.count(frame, pairs); }
 
  private:
+  void prepare_pairs(const Frame& frame, const int32_t* pairs, int64_t first, int64_t count, uint8_t* scratch) const {
+    for (int64_t i = 0; i < count; i++)
+      prepare_row(frame, pairs_.x(frame, pairs[i]), first + i, scratch + pairs_.scratch_bytes());
+  }
+
   const ExpertPairs pairs_;
 };
 

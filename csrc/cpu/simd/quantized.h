@@ -3,19 +3,19 @@
 // The order of an output element's sum depends on K and on the runs alone.
 #pragma once
 
-// Four vectors of weights: where a weight has a byte they are one register wide, or a part of one.
-constexpr int kQuantizedStep = 4 * kLanes;
+// Two vectors of weights.
+constexpr int kQuantizedStep = 2 * kLanes;
+constexpr int kWideRun = 128;  // weights of 4 bits that are one vector of bytes, eight to a lane
 
 #if defined(MPK_TIER_AVX512)
 // e4m3 by a table of its 128 magnitudes in bfloat16, NaN included. Arithmetic would produce denormals, which some
 // processors handle a hundred times more slowly.
 struct WeightsE4M3 {
-  static constexpr bool kIsFinite = false;
   static constexpr float kScale = 1;
   static constexpr int kPacked = 1;  // weights to a byte
   __m512i table[4];
 
-  MPK_INLINE WeightsE4M3() {
+  MPK_INLINE explicit WeightsE4M3(const float*) {
     alignas(64) uint16_t magnitudes[128];
     for (int m = 0; m < 128; m++) {
       const float value = m < 8 ? m * 0x1p-9f : as_float((static_cast<uint32_t>(m) << 20) + (120u << 23));
@@ -31,19 +31,17 @@ struct WeightsE4M3 {
                                                       _mm512_permutex2var_epi16(table[2], w, table[3]));
     return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0x80)), 8));
   }
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    for (int half = 0; half < 2; half++) {
-      const __m512i w = words(p + 32 * half);
-      out[2 * half] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(w)), 16);
-      out[2 * half + 1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(w, 1)), 16);
-    }
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[2]) const {
+    const __m512i w = words(p);
+    out[0] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(w)), 16);
+    out[1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(w, 1)), 16);
   }
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }  // it is among the numbers
 };
 #else
 struct WeightsE4M3 {
-  static constexpr bool kIsFinite = false;
   static constexpr int kPacked = 1;
+  MPK_INLINE explicit WeightsE4M3(const float*) {}
 #if defined(MPK_TIER_AVX2)
   static constexpr float kScale = 1;
 
@@ -67,15 +65,15 @@ struct WeightsE4M3 {
     return load_vec(halves);
   }
 #endif
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    for (int v = 0; v < 4; v++) out[v] = load_vector(p + v * kLanes);
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[2]) const {
+    for (int v = 0; v < 2; v++) out[v] = load_vector(p + v * kLanes);
   }
   // Whether one of kQuantizedStep weights is NaN, which numbers have as 480.
   MPK_INLINE bool has_nan(const uint8_t* p) const {
 #if defined(MPK_TIER_AVX2)
-    const __m256i most = _mm256_set1_epi8(0x7f);
-    const __m256i magnitude = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), most);
-    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitude, most)) != 0;
+    const __m128i most = _mm_set1_epi8(0x7f);
+    const __m128i magnitude = _mm_and_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), most);
+    return _mm_movemask_epi8(_mm_cmpeq_epi8(magnitude, most)) != 0;
 #else
     bool found = false;
     for (int i = 0; i < kQuantizedStep; i++) found |= (p[i] & 0x7f) == 0x7f;
@@ -87,8 +85,8 @@ struct WeightsE4M3 {
 
 struct WeightsI8 {
   static constexpr float kScale = 1;
-  static constexpr bool kIsFinite = true;
   static constexpr int kPacked = 1;
+  MPK_INLINE explicit WeightsI8(const float*) {}
 
   static MPK_INLINE vf load_vector(const uint8_t* p) {
 #if defined(MPK_TIER_AVX512)
@@ -101,90 +99,32 @@ struct WeightsI8 {
     return v;
 #endif
   }
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    for (int v = 0; v < 4; v++) out[v] = load_vector(p + v * kLanes);
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[2]) const {
+    for (int v = 0; v < 2; v++) out[v] = load_vector(p + v * kLanes);
   }
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
 };
 
-// The numbers that codes of 4 bits stand for, over a scale: -8 to 7 as they are; these where 8 more is stored; e2m1,
-// whose numbers are halves of integers.
-struct SignedCodes {
+// Two to a byte, the first in the low bits; in the high ones where they are looked up.
+template <WeightCode kCode>
+struct Weights4 : Numbers4<kCode> {
   static constexpr float kScale = 1;
-  static constexpr int number(int code) { return (code ^ 8) - 8; }
-};
-struct CodesAbove8 {
-  static constexpr float kScale = 1;
-  static constexpr int number(int code) { return code - 8; }
-};
-struct CodesE2M1 {
-  static constexpr float kScale = 0.5f;
-  static constexpr int number(int code) {
-    constexpr int kMagnitudes[] = {0, 1, 2, 3, 4, 6, 8, 12};
-    return code < 8 ? kMagnitudes[code] : -kMagnitudes[code - 8];
-  }
-};
-
-// Two to a byte, the first in its low bits.
-template <class Codes>
-struct Weights4 {
-  static constexpr float kScale = Codes::kScale;
-  static constexpr bool kIsFinite = true;
   static constexpr int kPacked = 2;
-#if defined(MPK_TIER_AVX512)
-  __m512i table;  // the numbers of all codes, in bfloat16
+  static constexpr int kFirst = kCode == WeightCode::kTable ? 4 : 0;  // bits below the first of two
+  MPK_INLINE explicit Weights4(const float* codebook) : Numbers4<kCode>(codebook) {}
 
-  MPK_INLINE Weights4() {
-    alignas(64) uint16_t numbers[32];
-    for (int code = 0; code < 32; code++)
-      numbers[code] = static_cast<uint16_t>(as_bits(static_cast<float>(Codes::number(code & 15))) >> 16);
-    table = _mm512_load_si512(numbers);
+  // The first ones of all pairs, and the second ones: x is arranged in the same way.
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[2]) const {
+    const vu bytes = this->readable(load_bytes(p));
+    out[0] = this->template at<kFirst>(bytes), out[1] = this->template at<4 - kFirst>(bytes);
   }
-#elif defined(MPK_TIER_AVX2)
-  __m256i table;  // the same in bytes, twice
-
-  MPK_INLINE Weights4() {
-    alignas(32) int8_t numbers[32];
-    for (int code = 0; code < 32; code++) numbers[code] = static_cast<int8_t>(Codes::number(code & 15));
-    table = _mm256_load_si256(reinterpret_cast<const __m256i*>(numbers));
-  }
-#endif
-#if defined(MPK_TIER_AVX2) || defined(MPK_TIER_AVX512)
-  // The codes of 16 bytes, each in a byte.
-  static MPK_INLINE __m256i codes(const uint8_t* p) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), most = _mm_set1_epi8(15);
-    const __m128i low = _mm_and_si128(bytes, most), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), most);
-    return _mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high));
-  }
-#endif
 #if defined(MPK_TIER_AVX512)
-  // 32 weights as bfloat16.
-  MPK_INLINE __m512i words(const uint8_t* p) const {
-    return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(codes(p)), table);
-  }
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    for (int half = 0; half < 2; half++) {
-      const __m512i w = words(p + 16 * half);
-      out[2 * half] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(w)), 16);
-      out[2 * half + 1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(w, 1)), 16);
-    }
-  }
-#elif defined(MPK_TIER_AVX2)
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    const __m256i numbers = _mm256_shuffle_epi8(table, codes(p));
-    const __m128i halves[2] = {_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1)};
-    for (int v = 0; v < 4; v++) {
-      const __m128i eight = v % 2 == 0 ? halves[v / 2] : _mm_srli_si128(halves[v / 2], 8);
-      out[v] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
-    }
-  }
-#else
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[4]) const {
-    for (int v = 0; v < 4; v++, p += kLanes / 2) {
-      vf numbers;
-      for (int i = 0; i < kLanes; i++) numbers[i] = static_cast<float>(Codes::number(p[i / 2] >> i % 2 * 4 & 15));
-      out[v] = numbers;
-    }
+  // 32 weights as bfloat16, in their order: the second of a pair moves to the high half of a lane.
+  MPK_INLINE __m512i words(const uint8_t* p) const
+    requires(kCode != WeightCode::kTable)
+  {
+    const vu bytes = load_bytes(p);
+    return this->template halves<0>((__m512i)(bytes | bytes << 12));
   }
 #endif
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
@@ -196,131 +136,227 @@ constexpr bool kHasWords = requires(const W& w, const uint8_t* p) { w.words(p); 
 
 int64_t quantized_pitch(int64_t run) { return (run + kQuantizedStep - 1) / kQuantizedStep * kQuantizedStep; }
 
-// How a step of weights, or its first half, is multiplied with x: as floats or, if the processor multiplies them, as
-// pairs of bfloat16.
+MPK_INLINE void to_x(float v, float* p) { *p = v; }
+MPK_INLINE void to_x(float v, bf16* p) { p->bits = static_cast<uint16_t>(as_bits(v) >> 16); }  // v is such a number
+
+// Moves a chunk of x: of kParts * kSize elements those come first whose number is a multiple of kParts, then their
+// successors, and so on.
+template <int kParts, int kSize, class T>
+MPK_INLINE void arrange_chunk(const float* from, T* to) {
+  for (int part = 0; part < kParts; part++)
+    for (int i = 0; i < kSize; i++) to_x(from[i * kParts + part], to + part * kSize + i);
+}
+
+// Writes a run of x, from element `at` on, and zeros up to its pitch: in wide chunks of kWideParts parts, as long as
+// there are whole ones, and behind these in chunks of kParts * kSize elements.
+template <class T, int kParts = 1, int kSize = kQuantizedStep, int kWideParts = 0>
+void arrange_x(const float* values, int64_t n, void* x, int64_t at) {
+  constexpr int kChunk = kParts * kSize;
+  auto* to = static_cast<T*>(x) + at;
+  const int64_t pitch = quantized_pitch(n);
+  int64_t k = 0;
+  if constexpr (kWideParts > 0)
+    for (; k + kWideRun <= n; k += kWideRun) arrange_chunk<kWideParts, kWideRun / kWideParts>(values + k, to + k);
+  for (; k + kChunk <= n; k += kChunk) arrange_chunk<kParts, kSize>(values + k, to + k);
+  for (; k < pitch; k += kChunk) {
+    float rest[kChunk] = {};
+    for (int64_t i = k; i < n; i++) rest[i - k] = values[i];
+    arrange_chunk<kParts, kSize>(rest, to + k);
+  }
+}
+
+// How a step of weights is multiplied with x: as floats or, if the processor multiplies them, as pairs of bfloat16.
 struct FloatX {
   using T = float;
-  template <int kHalves, class W, int kCols>
+  template <class W>
+  static constexpr int kWideParts = kVecBytes == 64 && W::kPacked == 2 ? 8 : 0;  // that x of a wide step has
+
+  template <class W, int kCols>
+  static MPK_INLINE void add_wide(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
+    add_parts(w, *reinterpret_cast<const vu_unaligned*>(from), x, pitch, acc, typename MakeSequence<8>::type{});
+  }
+  template <class W, int kCols, int... part>
+  static MPK_INLINE void add_parts(const W& w, vu words, const T* x, int64_t pitch, vf (&acc)[kCols],
+                                   Sequence<part...>) {
+    (add_part(w.template at<4 * part ^ W::kFirst>(words), x + part * kLanes, pitch, acc), ...);
+  }
+  template <int kCols>
+  static MPK_INLINE void add_part(vf weights, const T* x, int64_t pitch, vf (&acc)[kCols]) {
+    for (int j = 0; j < kCols; j++) acc[j] = vec_fma(weights, load_vec(x + j * pitch), acc[j]);
+  }
+
+  template <class W, int kCols>
   static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
-    vf weights[4];
+    vf weights[2];
     w.load(from, weights);
-    for (int v = 0; v < 2 * kHalves; v++)
+    for (int v = 0; v < 2; v++)
       for (int j = 0; j < kCols; j++) acc[j] = vec_fma(weights[v], load_vec(x + j * pitch + v * kLanes), acc[j]);
   }
 };
 #if defined(MPK_TIER_AVX512_BF16)
 struct PairsX {
   using T = bf16;
-  template <int kHalves, class W, int kCols>
-  static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
-    for (int half = 0; half < kHalves; half++) {
-      const __m512i weights = w.words(from + 32 * half / W::kPacked);
+  template <class W>
+  static constexpr int kWideParts = W::kPacked == 2 ? 4 : 0;
+
+  template <class W, int kCols>
+  static MPK_INLINE void add_wide(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
+    const __m512i bytes = _mm512_loadu_si512(from);
+    const auto add_part = [&](__m512i weights, int part) __attribute__((always_inline)) {
       for (int j = 0; j < kCols; j++)
         acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)weights,
-                                      (__m512bh)_mm512_loadu_si512(x + j * pitch + 32 * half));
-    }
+                                      (__m512bh)_mm512_loadu_si512(x + j * pitch + part * kQuantizedStep));
+    };
+    add_part(w.template halves<0>(bytes), 0), add_part(w.template halves<4>(bytes), 1);
+    add_part(w.template halves<8>(bytes), 2), add_part(w.template halves<12>(bytes), 3);
+  }
+  template <class W, int kCols>
+  static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
+    const __m512i weights = w.words(from);
+    for (int j = 0; j < kCols; j++)
+      acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)weights, (__m512bh)_mm512_loadu_si512(x + j * pitch));
   }
 };
 #endif
 
+// (GCC's code for an initialiser of many vectors is a loop over words.)
+template <int kRows, int kCols>
+MPK_INLINE void set_zero(vf (&sums)[kRows][kCols]) {
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kCols; j++) sums[i][j] = vf{};
+}
+
 // Adds the offset of each run, which its zero points make, times the sum of its x.
 template <int kRows, int kCols>
 MPK_INLINE void add_offsets(const QuantizedArgs& a, const int64_t* rows, int64_t first_col, vf (&total)[kRows][kCols]) {
-  for (int64_t run = 0; run < a.offsets_stride; run += kLanes)
+  for (int64_t run = 0; run < a.num_blocks; run += kLanes) {
+    const auto load = [&](const float* p) __attribute__((always_inline)) {
+      return run + kLanes <= a.num_blocks ? load_vec(p + run) : load_vec_partial(p + run, a.num_blocks - run);
+    };
+    vf sums[kCols];
+    for (int j = 0; j < kCols; j++) sums[j] = load(a.x_sums + (first_col + j) * a.num_blocks);
     for (int i = 0; i < kRows; i++) {
-      const vf offsets = load_vec(a.offsets + (rows[i] - a.begin) * a.offsets_stride + run);
-      for (int j = 0; j < kCols; j++)
-        total[i][j] = vec_fma(offsets, load_vec(a.x_sums + (first_col + j) * a.offsets_stride + run), total[i][j]);
+      const vf offsets = load(a.offsets + rows[i] * a.factors_stride);
+      for (int j = 0; j < kCols; j++) total[i][j] = vec_fma(offsets, sums[j], total[i][j]);
     }
+  }
+}
+
+// As many numbers as there are parts of a vector, each in all lanes of its part.
+MPK_INLINE vf repeat(const float* values, int64_t parts) {
+  vf lanes;
+#if defined(MPK_TIER_AVX512)
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int shift = __builtin_ctzll(kLanes / parts);
+  lanes = (vf)_mm512_permutexvar_ps((__m512i)(lane >> shift), (__m512)load_vec_partial(values, parts));
+#else
+  for (int i = 0; i < kLanes; i++) lanes[i] = values[i * parts / kLanes];
+#endif
+  return lanes;
 }
 
 // kRows weight rows times kCols rows of x.
 template <class W, class X, int kRows, int kCols>
-MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const typename X::T* all_x, const int64_t* rows,
-                               int64_t first_col, int64_t pitch) {
-  const int64_t runs = (a.k + a.run - 1) / a.run;
+MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const int64_t* rows, int64_t first_col) {
+  const int64_t runs = (a.k + a.run - 1) / a.run, pitch = quantized_pitch(a.run);
+  const int64_t parts = X::template kWideParts<W> > 0 ? a.num_blocks / runs : 1;  // of a run, with factors of their own
   const uint8_t* weights[kRows];
-  vf total[kRows][kCols] = {};
+  const float* factors[kRows];
+  vf total[kRows][kCols];
+  set_zero(total);
   bool nan[kRows] = {};
-  for (int i = 0; i < kRows; i++) weights[i] = a.weight + rows[i] * a.weight_stride;
+  for (int i = 0; i < kRows; i++)
+    weights[i] = a.weight + rows[i] * a.weight_stride, factors[i] = a.factors + rows[i] * a.factors_stride;
   for (int64_t run = 0; run < runs; run++) {
-    const auto* x = all_x + (first_col * runs + run) * pitch;
+    const auto* x = static_cast<const typename X::T*>(a.x) + (first_col * runs + run) * pitch;
     const int64_t size = a.k - run * a.run < a.run ? a.k - run * a.run : a.run;
-    vf acc[kRows][kCols] = {};
+    vf acc[kRows][kCols];
+    set_zero(acc);
     int64_t k = 0;
+    if constexpr (X::template kWideParts<W> > 0)
+      for (; k + kWideRun <= size; k += kWideRun)
+        for (int i = 0; i < kRows; i++) {
+          const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
+          __builtin_prefetch(from + kPrefetchBytes);
+          X::add_wide(w, from, x + k, runs * pitch, acc[i]);
+        }
     for (; k + kQuantizedStep <= size; k += kQuantizedStep)
       for (int i = 0; i < kRows; i++) {
         const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
-        __builtin_prefetch(from + kPrefetchBytes);
+        if (k % (64 * W::kPacked) == 0) __builtin_prefetch(from + kPrefetchBytes);
         nan[i] |= w.has_nan(from);
-        X::template add<2>(w, from, x + k, runs * pitch, acc[i]);
+        X::add(w, from, x + k, runs * pitch, acc[i]);
       }
-    // What is less than a step is read where it is, if the row goes on behind it: x has zeros there.
-    if (W::kIsFinite && k < size && run * a.run + k + kQuantizedStep <= a.k) {
-      const bool is_half = size - k <= kQuantizedStep / 2;
-      for (int i = 0; i < kRows; i++) {
-        const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
-        __builtin_prefetch(from + kPrefetchBytes);
-        is_half ? X::template add<1>(w, from, x + k, runs * pitch, acc[i])
-                : X::template add<2>(w, from, x + k, runs * pitch, acc[i]);
-      }
-    } else if (k < size) {
+    if (k < size)
       for (int i = 0; i < kRows; i++) {
         uint8_t whole[kQuantizedStep] = {};
         __builtin_memcpy(whole, weights[i] + (run * a.run + k) / W::kPacked, (size - k) / W::kPacked);
         nan[i] |= w.has_nan(whole);
-        X::template add<2>(w, whole, x + k, runs * pitch, acc[i]);
+        X::add(w, whole, x + k, runs * pitch, acc[i]);
       }
-    }
+    if (a.x_factors != nullptr)
+      for (int i = 0; i < kRows; i++)
+        for (int j = 0; j < kCols; j++) acc[i][j] *= a.x_factors[(first_col + j) * runs + run];
     for (int i = 0; i < kRows; i++) {
-      const float of_weight = a.weight_factors[(rows[i] - a.begin) * a.weight_factors_stride + run] * W::kScale;
-      for (int j = 0; j < kCols; j++)
-        total[i][j] = vec_fma(acc[i][j], vf{} + of_weight * a.x_factors[(first_col + j) * runs + run], total[i][j]);
+      const vf factor = parts == 1 ? splat(factors[i][run] * W::kScale) : repeat(factors[i] + run * parts, parts);
+      for (int j = 0; j < kCols; j++) total[i][j] = vec_fma(acc[i][j], factor, total[i][j]);
     }
   }
   if (a.offsets != nullptr) add_offsets<kRows, kCols>(a, rows, first_col, total);
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kCols; j++)
-      a.sums[(first_col + j) * (a.end - a.begin) + rows[i] - a.begin] =
+      a.sums[(first_col + j - a.begin) * a.num_weight_rows + rows[i]] =
           nan[i] ? __builtin_nanf("") : sum_lanes(total[i][j]);
 }
 
-template <class W, class X, int kRows, int kCols = kMaxCols>
-MPK_INLINE void quantized_cols(const QuantizedArgs& a, const W& w, const typename X::T* x, const int64_t* rows,
-                               int64_t first_col, int64_t pitch) {
-  for (; first_col + kCols <= a.num_rows; first_col += kCols)
-    quantized_rows<W, X, kRows, kCols>(a, w, x, rows, first_col, pitch);
+template <class W, class X, int kRows, int kCols>
+MPK_INLINE void quantized_cols(const QuantizedArgs& a, const W& w, const int64_t* rows, int64_t first_col) {
+  for (; first_col + kCols <= a.end; first_col += kCols) quantized_rows<W, X, kRows, kCols>(a, w, rows, first_col);
   if constexpr (kCols > 1) {
-    if (first_col < a.num_rows) quantized_cols<W, X, kRows, kCols - 1>(a, w, x, rows, first_col, pitch);
+    if (first_col < a.end) quantized_cols<W, X, kRows, kCols - 1>(a, w, rows, first_col);
   }
 }
 
-template <class W, class X>
-MPK_INLINE void quantized_by(const QuantizedArgs& a, const typename X::T* x, int64_t pitch) {
-  const W w;
-  const int64_t length = (a.end - a.begin) / kRowStreams;
+template <class W, class X, int kRows, int kCols>
+MPK_INLINE void quantized_by(const QuantizedArgs& a) {
+  const W w(a.codebook);
+  const int64_t length = a.num_weight_rows / kRows;
   for (int64_t n = 0; n < length; n++) {
-    int64_t rows[kRowStreams];
-    for (int i = 0; i < kRowStreams; i++) rows[i] = a.begin + i * length + n;
-    quantized_cols<W, X, kRowStreams>(a, w, x, rows, 0, pitch);
+    int64_t rows[kRows];
+    for (int i = 0; i < kRows; i++) rows[i] = i * length + n;
+    quantized_cols<W, X, kRows, kCols>(a, w, rows, a.begin);
   }
-  for (int64_t n = a.begin + kRowStreams * length; n < a.end; n++) quantized_cols<W, X, 1>(a, w, x, &n, 0, pitch);
+  for (int64_t n = kRows * length; n < a.num_weight_rows; n++) quantized_cols<W, X, 1, kCols>(a, w, &n, a.begin);
 }
 
-template <class W>
+// Registers suffice for the sums of a run, and for all of them, of as many rows of weights as this times rows of x.
+template <class W, class X>
 void quantized(const QuantizedArgs& a) {
-  const int64_t pitch = quantized_pitch(a.run < a.k ? a.run : a.k);
-#if defined(MPK_TIER_AVX512_BF16)
-  if constexpr (kHasWords<W>) {
-    if (a.x_is_bf16) {
-      auto* pairs = reinterpret_cast<bf16*>(a.scratch);
-      const int64_t count = a.num_rows * ((a.k + a.run - 1) / a.run) * pitch;
-      for (int64_t i = 0; i < count; i++) pairs[i].bits = static_cast<uint16_t>(as_bits(a.x[i]) >> 16);
-      return quantized_by<W, PairsX>(a, pairs, pitch);
-    }
+  constexpr int kCols = kMaxCols / 2;
+  a.end - a.begin > kCols ? quantized_by<W, X, kRowStreams / 2, kMaxCols>(a)
+                          : quantized_by<W, X, kRowStreams, kCols>(a);
+}
+
+// The largest magnitude, or NaN where there is one: bits of magnitudes are in the order of magnitudes.
+float largest_magnitude(const float* values, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = as_bits(values[i]) & 0x7fffffffu;
+    largest = bits > largest ? bits : largest;
   }
-#endif
-  quantized_by<W, FloatX>(a, a.x, pitch);
+  return as_float(largest);
+}
+
+float sum_of(const float* values, int64_t n) {
+  vf sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int v = 0; v < 4; v++) sums[v] += load_vec(values + i + v * kLanes);
+  const vf lanes = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; lane++) sum += lanes[lane];
+  for (; i < n; i++) sum += values[i];
+  return sum;
 }
 
 // Round to nearest, ties to even. Behind the clamp a magnitude is at most 448, or NaN. Below 2^-6 numbers are multiples

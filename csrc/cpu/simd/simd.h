@@ -17,6 +17,16 @@ typedef float vf_unaligned __attribute__((vector_size(kVecBytes), aligned(1), ma
 typedef uint32_t vu_unaligned __attribute__((vector_size(kVecBytes), aligned(1), may_alias));
 typedef uint16_t vh_unaligned __attribute__((vector_size(kVecBytes / 2), aligned(1), may_alias));
 
+// Numbers 0 to n - 1, for what has to be a constant.
+template <int... i>
+struct Sequence {};
+template <int n, int... i>
+struct MakeSequence : MakeSequence<n - 1, n - 1, i...> {};
+template <int... i>
+struct MakeSequence<0, i...> {
+  using type = Sequence<i...>;
+};
+
 // Storage types: distinct, so that templates can tell float16 from bfloat16.
 struct f16 {
   uint16_t bits;
@@ -39,6 +49,9 @@ MPK_INLINE vf vec_fma(vf a, vf b, vf c) {
   return a * b + c;
 #endif
 }
+
+// The same number in all lanes. (A sum with 0 would be computed: it makes 0 of -0.)
+MPK_INLINE vf splat(float v) { return v - vf{}; }
 
 // The sum of the lanes, in a fixed order: halves onto each other.
 MPK_INLINE float sum_lanes(vf v) {
@@ -113,3 +126,8 @@ MPK_INLINE vf load_vec_partial(const T* p, int64_t n) {
   __builtin_memcpy(whole, p, n * sizeof(T));
   return load_vec(whole);
 }
+#if defined(MPK_TIER_AVX512)
+MPK_INLINE vf load_vec_partial(const float* p, int64_t n) {
+  return (vf)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+}
+#endif

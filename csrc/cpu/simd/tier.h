@@ -13,7 +13,9 @@ namespace {
 #include "simd.h"
 #include "linear.h"
 #include "linear_transposed.h"
+#include "numbers4.h"
 #include "quantized.h"
+#include "words.h"
 #include "values.h"
 #include "ops.h"
 #include "attention.h"
@@ -68,6 +70,42 @@ void fill_prefill(Microkernels& t, DType dtype) {
   }
 }
 
+template <class W, class X, int kParts = 1, int kSize = kQuantizedStep>
+constexpr QuantizedProduct quantized_product() {
+  constexpr int kWideParts = X::template kWideParts<W>;
+  return {arrange_x<typename X::T, kParts, kSize, kWideParts>, quantized<W, X>, kWideParts > 0 ? kWideRun : 0};
+}
+template <class L, class X, int kParts = 1, int kSize = kQuantizedStep>
+constexpr QuantizedProduct words_product() {
+  return {arrange_x<typename X::T, kParts, kSize>, quantized_words<L, X>, 0};
+}
+
+void fill_quantized(Microkernels& t) {
+  const auto set = [&](WeightCode code, QuantizedProduct product) {
+    for (QuantizedProduct& each : t.quantized[static_cast<int>(code)]) each = product;
+  };
+  set(WeightCode::kE4M3, quantized_product<WeightsE4M3, FloatX>());
+  set(WeightCode::kI8, quantized_product<WeightsI8, FloatX>());
+  set(WeightCode::kI4, quantized_product<Weights4<WeightCode::kI4>, FloatX, 2, kLanes>());
+  set(WeightCode::kU4, quantized_product<Weights4<WeightCode::kU4>, FloatX, 2, kLanes>());
+  set(WeightCode::kE2M1, quantized_product<Weights4<WeightCode::kE2M1>, FloatX, 2, kLanes>());
+  set(WeightCode::kTable, quantized_product<Weights4<WeightCode::kTable>, FloatX, 2, kLanes>());
+  set(WeightCode::kColumnWords, words_product<ColumnWords, FloatTile<false>>());
+  set(WeightCode::kRowWords, words_product<RowWords, FloatTile<false>>());
+#if defined(MPK_TIER_AVX512_BF16)
+  const auto set_pairs = [&](WeightCode code, QuantizedProduct product) {
+    t.quantized[static_cast<int>(code)][1] = product;
+  };
+  set_pairs(WeightCode::kE4M3, quantized_product<WeightsE4M3, PairsX>());
+  set_pairs(WeightCode::kI4, quantized_product<Weights4<WeightCode::kI4>, PairsX>());
+  set_pairs(WeightCode::kU4, quantized_product<Weights4<WeightCode::kU4>, PairsX>());
+  set_pairs(WeightCode::kE2M1, quantized_product<Weights4<WeightCode::kE2M1>, PairsX>());
+  set_pairs(WeightCode::kColumnWords, words_product<ColumnWords, PairsTile, 4, 2>());
+  set_pairs(WeightCode::kRowWords, words_product<RowWords, PairsTile>());
+#endif
+  t.quantized_pitch = quantized_pitch, t.zero_points = zero_points;
+}
+
 Microkernels make_table() {
   Microkernels t = {};
   t.isa = MPK_TIER_ISA;
@@ -93,13 +131,8 @@ Microkernels make_table() {
   t.linear_transposed[static_cast<int>(DType::kBF16)] = linear_transposed<bf16>;
   t.linear_transposed[static_cast<int>(DType::kF32)] = linear_transposed<float>;
   t.linear_transposed[static_cast<int>(DType::kF64)] = linear_transposed_f64;
-  t.quantized_e4m3 = quantized<WeightsE4M3>;
-  t.quantized_i8 = quantized<WeightsI8>;
-  t.quantized_i4 = quantized<Weights4<SignedCodes>>;
-  t.quantized_u4 = quantized<Weights4<CodesAbove8>>;
-  t.quantized_e2m1 = quantized<Weights4<CodesE2M1>>;
-  t.quantized_pitch = quantized_pitch;
-  t.round_e4m3 = round_e4m3;
+  fill_quantized(t);
+  t.round_e4m3 = round_e4m3, t.largest_magnitude = largest_magnitude, t.sum_of = sum_of;
   t.attention_tile[static_cast<int>(DType::kF16)] = attention_tile<f16>;
   t.attention_tile[static_cast<int>(DType::kBF16)] = attention_tile<bf16>;
   t.attention_tile[static_cast<int>(DType::kF32)] = attention_tile<float>;

@@ -61,6 +61,10 @@ struct View {
 class Kernel {
  public:
   virtual ~Kernel() = default;
+  // Leaves in scratch what all units need. Each thread calls it before run, and need not again until another kernel has
+  // had its scratch, or the launch ends.
+  virtual void prepare(const Frame&, uint8_t* /*scratch*/) {}
+
   // Computes units [begin, end). `scratch`: the calling thread's own, of scratch_bytes(), aligned to 64 bytes.
   virtual void run(const Frame& frame, int64_t begin, int64_t end, uint8_t* scratch) = 0;
 

@@ -46,24 +46,41 @@ struct LinearArgs {
   uint8_t* scratch;  // linear_scratch_bytes
 };
 
-// The same of a weight in bytes, or in half bytes. Along k, runs of `run` elements (the last may be shorter) have sums
-// of their own: y[r, n] = sum over runs of factors of the run times sum_k x[r, k] * weight[n, k], + offset of the run
-// times that of x.
+// What a weight's elements mean: bytes that are e4m3 or int8; bytes of two numbers of 4 bits, with a sign, with 8 more,
+// of e2m1, or looked up; words of eight numbers with 8 more, which are columns of a row or rows of a column, see
+// WeightFormat.
+enum class WeightCode : uint8_t { kE4M3, kI8, kI4, kU4, kE2M1, kTable, kColumnWords, kRowWords };
+inline constexpr int kNumWeightCodes = 8;
+inline constexpr int kWordsStep = 128;  // rows of weights that factors and offsets of words are there for: a multiple
+
+// The same of a quantised weight, for rows [begin, end) of x. Along k, runs of `run` elements (the last may be shorter)
+// have sums of their own: y[r, n] = sum over runs of factors of the run times sum_k x[r, k] * weight[n, k], + offset of
+// the run times that of x.
+//
+// The elements of a row of weights are neighbours. Those of words are weight_stride apart, while words of rows are
+// neighbours, and values of rows, too.
 struct QuantizedArgs {
-  const float* x;  // [num_rows, runs, padded run]: see quantized_pitch; behind a run's elements stand zeros
+  const void* x;           // [num_rows, runs, quantized_pitch]: see QuantizedProduct
+  const float* x_factors;  // [num_rows, runs], or nullptr
   const uint8_t* weight;
   int64_t weight_stride;  // bytes
-  int64_t num_rows, k, run;
-  const float* x_factors;       // [num_rows, runs]
-  const float* weight_factors;  // of row n and run i: [(n - begin) * weight_factors_stride + i]
-  int64_t weight_factors_stride;
-  const float *offsets,
-      *x_sums;             // nullptr, or of row n - begin, and of a row of x: [offsets_stride], zeros behind runs
-  int64_t offsets_stride;  // a multiple of 16
-  int64_t begin, end;
-  float* sums;       // [num_rows, end - begin]
-  bool x_is_bf16;    // all of x are numbers of bfloat16
-  uint8_t* scratch;  // half as large as x
+  int64_t begin, end, k, run, num_weight_rows;
+  int64_t num_blocks;  // runs, or groups
+  float *factors,
+      *offsets;            // of row n and run i: [n * stride + i], or of words [i * stride + n]; the latter, or nullptr
+  int64_t factors_stride;  // of both
+  const float* x_sums;     // of runs, or of groups: [num_rows, num_blocks]
+  float* sums;             // [end - begin, num_weight_rows]
+  const float* codebook;
+  const int32_t* groups;  // of words: nullptr, or of each k; factors have a last row of NaN for what is no group
+};
+
+// `arrange_x` writes n elements of a run, from element `at` of x on, as `multiply` reads them. If wide_run is not 0,
+// runs of so many elements may be 2, 4, 8 or 16 blocks, each with factors and sums of its own.
+struct QuantizedProduct {
+  void (*arrange_x)(const float* values, int64_t n, void* x, int64_t at);
+  void (*multiply)(const QuantizedArgs& args);
+  int64_t wide_run;
 };
 
 // One step of the online softmax: up to kAttentionTile key positions of one (batch, key head), for the `num_heads`
@@ -119,7 +136,6 @@ inline constexpr int kNumReductions = 4;
 
 struct Microkernels {
   using Linear = void (*)(const LinearArgs&);
-  using Quantized = void (*)(const QuantizedArgs&);
   using AttentionTile = void (*)(const AttentionTileArgs&);
   using Prefill = void (*)(const PrefillArgs&);
   using Load = void (*)(const void* from, int64_t stride, void* values, int n);
@@ -142,10 +158,13 @@ struct Microkernels {
   int64_t (*linear_many_scratch_bytes[kNumDTypes])(int64_t num_rows, int64_t k);
   // The same of a weight [k, n]: weight_stride is between its rows. Floating dtypes only, scratch as of `linear`.
   Linear linear_transposed[kNumDTypes];
-  Quantized quantized_e4m3, quantized_i8, quantized_i4, quantized_u4, quantized_e2m1;  // u4: WeightFormat::has_middle
-  int64_t (*quantized_pitch)(int64_t run);                                             // floats that a run of x takes
+  QuantizedProduct quantized[kNumWeightCodes][2];  // the second where all of x are numbers of bfloat16
+  int64_t (*quantized_pitch)(int64_t run);         // elements that a run of x takes, of at most 4 bytes
+  void (*zero_points)(const uint32_t* words, int64_t n, bool in_row_order, float* points);  // of 8 rows each
   // Numbers over `scale`, rounded to e4m3, as floats; NaN and infinities as PyTorch's conversion behind a clamp.
   void (*round_e4m3)(float* values, int64_t n, float scale);
+  float (*largest_magnitude)(const float* values, int64_t n);  // NaN where there is one
+  float (*sum_of)(const float* values, int64_t n);
   AttentionTile attention_tile[kNumDTypes];  // floating dtypes only
   Prefill prefill_attention[kNumDTypes];     // floating dtypes only
   int64_t (*prefill_scratch_bytes[kNumDTypes])(int num_rows, int64_t head_dim, int64_t value_dim);
