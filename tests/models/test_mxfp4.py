@@ -97,7 +97,7 @@ def test_experts_in_bfloat16(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tokens(folder: Path) -> None:
-    """Of the loop, and of the engine, whose steps have several requests."""
+    """The loop and the engine give the same tokens. The engine's steps have several requests."""
     model, dense, prompts = load(folder), dequantised(folder), [prompt_of(5), prompt_of(3)]
     wanted = [alone(dense, prompt, GREEDY.max_new_tokens) for prompt in prompts]
     ids = torch.tensor([prompts[0]])

@@ -58,7 +58,7 @@ class Mxfp4Experts(torch.nn.Module):
             self.register_parameter(f"{name}_bias", torch.nn.Parameter(torch.empty_like(bias)))
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """Of x[R, H], ids[R, C] and weights[R, C]. Products, biases and gates are rounded as Transformers' are."""
+        """Takes x[R, H], ids[R, C] and weights[R, C]. Products, biases and gates are rounded as Transformers' are."""
         y = hidden_states.unsqueeze(1).expand(-1, router_indices.shape[1], -1)
         y = self._product("gate_up_proj", y, router_indices)
         gate, up = y[..., ::2].clamp(max=self.limit), y[..., 1::2].clamp(-self.limit, self.limit)

@@ -26,7 +26,7 @@ INT64 = torch.int64
 BOOL = torch.bool
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (BOOL, torch.uint8, torch.int8, torch.int16, torch.int32, INT64, *FLOATS)
-# Of quantised weights, that programs compute nothing with.
+# Quantised weights have these, with which programs compute nothing.
 STORED = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 Interval = tuple[int, int]  # the least and the largest value, both included

@@ -46,9 +46,8 @@ struct LinearArgs {
   uint8_t* scratch;  // linear_scratch_bytes
 };
 
-// What a weight's elements mean: bytes that are e4m3 or int8; bytes of two numbers of 4 bits, with a sign, with 8 more,
-// of e2m1, or looked up; words of eight numbers with 8 more, which are columns of a row or rows of a column, see
-// WeightFormat.
+// A weight's elements are bytes, of e4m3 or int8; bytes of two numbers of 4 bits, with a sign, with 8 more, of e2m1, or
+// looked up; or words of eight numbers with 8 more, which are columns of a row or rows of a column, see WeightFormat.
 enum class WeightCode : uint8_t { kE4M3, kI8, kI4, kU4, kE2M1, kTable, kColumnWords, kRowWords };
 inline constexpr int kNumWeightCodes = 8;
 inline constexpr int kWordsStep = 128;  // rows of weights that factors and offsets of words are there for: a multiple

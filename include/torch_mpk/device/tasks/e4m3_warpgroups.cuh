@@ -41,7 +41,7 @@ struct E4M3LineScales {
 #pragma unroll
     for (int i = 0; i < kOfLane; i++) mine[i] = scales[min(lane + 32 * i, V::kBatch - 1) * V::kXScalePitch];
   }
-  // Of row `r` of x, and those behind it in lanes of other columns of sums.
+  // Finds the scale of row `r` of x, or of a row behind it in lanes that have other columns of sums.
   MPK_DEVICE float x(int r, int lane) const { return __shfl_sync(~0u, mine[r / 32], r % 32 + lane % 4 * 2); }
 };
 

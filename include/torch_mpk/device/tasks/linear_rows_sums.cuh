@@ -242,7 +242,7 @@ struct OwnBoxes {
 
   MPK_DEVICE OwnBoxes(uint32_t boxes, uint32_t warp) : boxes(boxes), group(warp / kWarpgroupWarps) {}
   MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? 0 : group + h * kWarpgroups; }
-  // Of the chunks of a stage: the first, and from one to the next.
+  // The first chunk of a stage that is its own; kStep chunks on is the next.
   MPK_DEVICE uint32_t first(uint32_t stage) const {
     return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
   }

@@ -1,4 +1,4 @@
-// What linears have in common whose warpgroups multiply lines of weights by boxes of x: rows of weights are the first
+// Linears whose warpgroups multiply lines of weights by boxes of x have this in common: rows of weights are the first
 // factor of the products, and rows of x, as many eights as there are, the second. A line is an entry of the ring: 128
 // bytes of each of V::kBoxRows rows. Stages of x, tiles, split-K, and what becomes of the sums are as in
 // linear_rows.cuh.

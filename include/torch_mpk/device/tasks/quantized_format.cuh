@@ -12,7 +12,7 @@ inline constexpr int kNoZero = 0, kAddedZero = 1, kPackedPoints = 3;
 // What the format of weights says.
 template <class V>
 concept QuantizedSizes = requires {
-  // Of 8 bits, weights are e4m3, or else int8. Of 4 bits, they are e2m1, or 8 more than their numbers, or have a sign.
+  // Weights of 8 bits are e4m3, or else int8. Those of 4 bits are e2m1, or 8 more than their numbers, or have a sign.
   // Each row has one scale and nothing else, which V::finish applies. Each column says which group it belongs to.
   // Numbers are looked up in a table. Scales are bytes with scales of their own.
   requires Constants<bool, V::kIsE4M3, V::kIsE2M1, V::kHasMiddle, V::kScalesByRow, V::kHasGroups, V::kHasCode,

@@ -87,7 +87,7 @@ MPK_DEVICE uint32_t pair_of(T number) {
   return bits_of(number) * 0x10001u;
 }
 
-// What is taken from a pair of widened weights, what they are multiplied by, and what is added then.
+// A pair of widened weights has `taken` taken from it, is multiplied by `scale`, and has `added` added then.
 struct PairFactors {
   uint32_t taken, scale, added;
 };
