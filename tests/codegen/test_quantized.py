@@ -154,67 +154,102 @@ def test_x_in_stages() -> None:
 WORDS = GROUPS | {"storage": torch.int32, "packed": 8}
 
 
-@pytest.mark.parametrize(
-    ("rows", "k", "dtype", "sizes"),
-    [
-        (32, 1024, torch.bfloat16, [
-            {"n": 400, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
-            {"n": 72, "storage": torch.int8, "bias": True, **ROWS},
-            {"n": 72, **ROWS},
-        ]),
-        (24, 2048, torch.float16, [
-            {"n": 232, "scale": torch.float16, "zero": torch.int32, "bias": True, **(WORDS | {"block_columns": 64})},
-            {"n": 40, "storage": torch.uint8, "scale": torch.float16, **GROUPS},
-            {"n": 40, "storage": torch.int8, "scale": torch.float16, "zero": torch.int8, "block_rows": 1,
-             "block_columns": 128},
-            {"n": 120, "storage": torch.int8, **ROWS},
-            {"n": 120, "scale": torch.bfloat16, **ROWS},
-        ]),
-        (17, 512, torch.bfloat16, [
-            {"n": 88, "scale": torch.bfloat16, "zero": torch.int32, **(WORDS | {"block_columns": 512})},
-            {"n": 64, "storage": torch.uint8, "bias": True, **(GROUPS | {"block_columns": 0})},
-        ]),
-        (60, 1536, torch.bfloat16, [
-            {"n": 264, "storage": torch.uint8, "scale": torch.bfloat16, "zero": torch.uint8, **GROUPS},
-            {"n": 136, "storage": torch.int8, **ROWS},
-        ]),
-        (12, 1024, torch.float16, [
-            {"n": 520, "bias": True, **FP8},
-            {"n": 200, "scale": torch.float8_e8m0fnu, **FP8},
-        ]),
-        (40, 4096, torch.bfloat16, [
-            {"n": 200, **FP8},
-            {"n": 72, "bias": True, "x_columns": -1, **ROWS},
-            {"n": 136, "x_scale": 0.02, "block_rows": 0, "block_columns": 0},
-        ]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes: list[dict[str, Any]]) -> None:
-    """One and several passes, boxes and parts of a worker; groups of columns, and of whole rows, with zero points of
-    each kind; heights that are no whole blocks; rows of x that are no eights. An x that is quantised is so before."""
-    made = [call(rows, k=k, dtype=dtype, **each) for each in sizes]
-    x, quantises = torch.randn(rows, k).to(dtype), any("x_scale" in each or "x_columns" in each for each in sizes)
+# Rows of x, its columns and dtype, and linears of x.
+LINES: list[tuple[int, int, torch.dtype, list[dict[str, Any]]]] = [
+    (32, 1024, torch.bfloat16, [
+        {"n": 400, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+        {"n": 72, "storage": torch.int8, "bias": True, **ROWS},
+        {"n": 72, **ROWS},
+    ]),
+    (24, 2048, torch.float16, [
+        {"n": 232, "scale": torch.float16, "zero": torch.int32, "bias": True, **(WORDS | {"block_columns": 64})},
+        {"n": 40, "storage": torch.uint8, "scale": torch.float16, **GROUPS},
+        {"n": 40, "storage": torch.int8, "scale": torch.float16, "zero": torch.int8, "block_rows": 1,
+         "block_columns": 128},
+        {"n": 120, "storage": torch.int8, **ROWS},
+        {"n": 120, "scale": torch.bfloat16, **ROWS},
+    ]),
+    (17, 512, torch.bfloat16, [
+        {"n": 88, "scale": torch.bfloat16, "zero": torch.int32, **(WORDS | {"block_columns": 512})},
+        {"n": 64, "storage": torch.uint8, "bias": True, **(GROUPS | {"block_columns": 0})},
+    ]),
+    (60, 1536, torch.bfloat16, [
+        {"n": 264, "storage": torch.uint8, "scale": torch.bfloat16, "zero": torch.uint8, **GROUPS},
+        {"n": 136, "storage": torch.int8, **ROWS},
+    ]),
+    (12, 1024, torch.float16, [
+        {"n": 520, "bias": True, **FP8},
+        {"n": 200, "scale": torch.float8_e8m0fnu, **FP8},
+    ]),
+    (40, 4096, torch.bfloat16, [
+        {"n": 200, **FP8},
+        {"n": 72, "bias": True, "x_columns": -1, **ROWS},
+        {"n": 136, "x_scale": 0.02, "block_rows": 0, "block_columns": 0},
+    ]),
+]  # fmt: skip
 
-    def products(x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+
+class Products:
+    """Linears, each of an x that the launch makes of the same input, as copies in boxes ask for it."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def operands(self) -> list[torch.Tensor]:
+        x = self.calls[0].operands[0]
+        assert x is not None
+        return [torch.randn_like(x), *(t for each in self.calls for t in each.operands[1:] if t is not None)]
+
+    def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
         left, results = list(operands), []
-        for i, each in enumerate(made):
+        for i, each in enumerate(self.calls):
             given = [None if t is None else left.pop(0) for t in each.operands[1:]]
             results.append(torch.ops.mpk.quantized_linear(x * (i + 2), *given, **each.attrs))
         return results
 
-    given = in_place([x, *(t for each in made for t in each.operands[1:] if t is not None)])
+
+@pytest.mark.parametrize(("rows", "k", "dtype", "sizes"), LINES, ids=str)
+def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes: list[dict[str, Any]]) -> None:
+    """One and several passes, boxes and parts of a worker; groups of columns, and of whole rows, with zero points of
+    each kind; heights that are no whole blocks; rows of x that are no eights. An x that is quantised is so before."""
+    products = Products([call(rows, k=k, dtype=dtype, **each) for each in sizes])
+    given = in_place(products.operands())
     lowered = lowered_call(products, given)
     kernel = emulate(lowered.graph, workers=4)
     cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs]
-    kernels = {cut.kernel for cut in cuts} - {"pointwise", "tile"}
+    task = "e4m3_linear" if any("x_scale" in each or "x_columns" in each for each in sizes) else "quantized_linear"
+    assert {cut.kernel for cut in cuts} - {"pointwise", "tile"} == {f"{task}.warpgroups"}
     assert rows not in (24, 40) or {cut.fields.get("split", 1) for cut in cuts} > {1}
-    assert kernels == {f"{'e4m3' if quantises else 'quantized'}_linear.warpgroups"}
     for order in get_args(Order):
         results = fresh(lowered)
         launch(kernel, order, given, results, ())
         for result, want in zip(results, products(*given), strict=True):
             compare("y", result, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype", "sizes"),
+    [
+        *LINES,
+        *((rows, 4096, torch.bfloat16, [
+            {"n": 24576, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+            {"n": 4096, "storage": torch.int8, **ROWS},
+            {"n": 6144, **FP8},
+        ]) for rows in (17, 32, 64)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_warpgroups_on_a_gpu(rows: int, k: int, dtype: torch.dtype, sizes: list[dict[str, Any]]) -> None:
+    """Also linears of Qwen3-8B. The same inputs give the same bits."""
+    products = Products([call(rows, k=k, dtype=dtype, **each) for each in sizes])
+    given = [t.cuda() for t in products.operands()]
+    run = torch.compile(products, backend="mpk", options={"min_segment_nodes": 1, "fallback": "error"})
+    for _ in range(3):
+        results = run(*given)
+        for result, again, want in zip(results, run(*given), products(*given), strict=True):
+            compare("y", result, want)
+            assert torch.equal(result, again)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
