@@ -49,7 +49,7 @@ struct E4M3LineScales {
 template <class V, class C>
 MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
-  const OwnBoxes<V> own((pass.end - pass.begin) * V::kParts, c.warp);
+  const OwnLines<V> own(pass, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
   E4M3LineScales<V> scales;  // of the next line
   WarpgroupSums<V::kXRows> products = {};

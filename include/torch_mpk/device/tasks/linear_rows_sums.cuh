@@ -232,84 +232,57 @@ MPK_DEVICE bool sum_boxes(C& c, const Job& job, uint32_t tiles, const Shares<V>&
 
 // ---- by warpgroups
 
-// Which boxes of a pass a warpgroup multiplies: every kWarpgroups'th; or, if there is one box, every kWarpgroups'th
-// chunk of it.
-template <class V>
-struct OwnBoxes {
-  using S = RowsShape<V>;
-  static constexpr bool kTakesTurns = S::kMaxBoxes == 1;
-  uint32_t boxes, group;
-
-  MPK_DEVICE OwnBoxes(uint32_t boxes, uint32_t warp) : boxes(boxes), group(warp / kWarpgroupWarps) {}
-  MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? 0 : group + h * kWarpgroups; }
-  // The first chunk of a stage that is its own; kStep chunks on is the next.
-  MPK_DEVICE uint32_t first(uint32_t stage) const {
-    return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
-  }
-  static constexpr uint32_t kStep = kTakesTurns ? kWarpgroups : 1;
-
-  // Calls `take` with the h-th box's chunk of the worker's part of K, its ring entry, the stage's x, and the chunk's
-  // number in the stage; and `load` with the box and the chunk that come next, before the first and where `take` asks
-  // for it. A warp whose wait aborts goes on with whatever stands in the ring, since the other warps of its warpgroup
-  // cannot multiply without it.
-  template <class C, int size, class Load, class Take>
-  MPK_DEVICE void each(C& c, float (&sums)[S::kHeld][size], const uint8_t* stages, Load load, Take take) const {
-    load(box(0), kTakesTurns ? group : 0u);
-#pragma unroll 1
-    for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
-      const StageState<V> stage(c.stage + turn);
-      if (!c.failed) c.failed = !stage.await(c);
-      c.stamp_first(&PhaseStamps::staged);
-#pragma unroll 1
-      for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kStep) {
-        const uint32_t chunk = turn * S::kChunksOfStage + i;
-#pragma unroll
-        for (int h = 0; h < S::kHeld; h++) {
-          const uint32_t entry = c.entry + chunk * boxes + box(h);
-          if (box(h) >= boxes) break;
-          if (!c.failed && !c.ring.has(entry)) {
-            // A call may use registers that products in flight read or write.
-#pragma unroll
-            for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
-            c.failed = !c.ring.wait_longer(entry, c.phase);
-          }
-          const bool is_last = h + 1 == S::kHeld || box(h + 1) >= boxes;
-          take(h, chunk, entry, stages + warp_uniform(stage.offset()), i,
-               [&] { load(is_last ? box(0) : box(h + 1), is_last ? chunk + kStep : chunk); });
-        }
-      }
-      ptx::await_products<0>();
-      c.stages().release(stage.barrier(), c.lane);
-    }
-#pragma unroll
-    for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
-  }
-};
-
-// A warpgroup's mainloop. Rows of x are the first factor, since it has 64 rows, and rows of weights the second.
+// A warpgroup's mainloop. It multiplies every kWarpgroups'th box of a chunk's `boxes` from number `group` on, or, if
+// there is one box, every kWarpgroups'th chunk. Rows of x are the first factor, since it has 64 rows, and rows of
+// weights the second. A warp whose wait aborts goes on with whatever stands in the ring, since the other warps of its
+// warpgroup cannot multiply without it.
 template <class V, class C>
 MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
-                                      const uint8_t* stages) {
+                                      uint32_t group, const uint8_t* stages) {
   using S = RowsShape<V>;
+  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
   constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of a chunk
-  uint32_t multiplied = 0;                              // the entry being multiplied, from the second on
+  uint32_t entry = 0;                                   // the entry being multiplied, from the second on
   bool is_first = true;
-  const auto load = [](uint32_t, uint32_t) {};
-  const auto take = [&](int h, uint32_t, uint32_t entry, const uint8_t* x, uint32_t i, auto) {
-    const uint8_t* weights = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(entry) - c.smem));
-    ptx::begin_products();
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
+    const StageState<V> stage(c.stage + turn);
+    if (!c.failed) c.failed = !stage.await(c);
+    c.stamp_first(&PhaseStamps::staged);
+#pragma unroll 1
+    for (uint32_t i = kTakesTurns ? (group + turn * S::kChunksOfStage) % kWarpgroups : 0; i < S::kChunksOfStage;
+         i += kTakesTurns ? kWarpgroups : 1) {
+      const uint32_t chunk = turn * S::kChunksOfStage + i;
 #pragma unroll
-    for (int block = 0; block < kBlocks; block++)
-      mpk::multiply_blocks<typename V::T, V::kBoxRows>(sums[h], x + (i * kBlocks + block) * S::kBlockPitch,
-                                                       weights + block * (V::kBoxRows * kBoxRowBytes));
-    ptx::commit_products();
-    ptx::await_products<1>();
-    if (!is_first) c.ring.release_share(multiplied);
-    is_first = false;
-    multiplied = entry;
-  };
-  OwnBoxes<V>(boxes, c.warp).each(c, sums, stages, load, take);
-  if (!is_first) c.ring.release_share(multiplied);
+      for (int h = 0; h < S::kHeld; h++) {
+        const uint32_t box = kTakesTurns ? 0 : group + h * kWarpgroups, next = c.entry + chunk * boxes + box;
+        if (box >= boxes) break;
+        if (!c.failed && !c.ring.has(next)) {
+          // A call may use registers that products in flight would write.
+#pragma unroll
+          for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
+          c.failed = !c.ring.wait_longer(next, c.phase);
+        }
+        const uint8_t* x = stages + warp_uniform(stage.offset());
+        const uint8_t* weights = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(next) - c.smem));
+        ptx::begin_products();
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+          mpk::multiply_blocks<typename V::T, V::kBoxRows>(sums[h], x + (i * kBlocks + block) * S::kBlockPitch,
+                                                           weights + block * (V::kBoxRows * kBoxRowBytes));
+        ptx::commit_products();
+        ptx::await_products<1>();
+        if (!is_first) c.ring.release_share(entry);
+        is_first = false;
+        entry = next;
+      }
+    }
+    ptx::await_products<0>();
+    c.stages().release(stage.barrier(), c.lane);
+  }
+#pragma unroll
+  for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+  if (!is_first) c.ring.release_share(entry);
 }
 
 // One pass over the worker's part of K: sums a warpgroup's boxes.
@@ -321,7 +294,7 @@ MPK_DEVICE bool sum_by_warpgroups(C& c, const Job& job, uint32_t boxes, uint8_t*
   if (c.warp >= S::kWarps)
     c.failed |= !load_boxes<V>(c, job, staged);
   else
-    multiply_by_warpgroup<V>(c, sums, boxes, staged);
+    multiply_by_warpgroup<V>(c, sums, boxes, c.warp / kWarpgroupWarps, staged);
   c.entry += S::kChunks * boxes;
   c.stage += S::kNumStages;
   return c.sync();  // the stages are no longer read

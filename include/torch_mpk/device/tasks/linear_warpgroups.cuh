@@ -15,6 +15,61 @@ concept WarpgroupsVariant = RowsVariant<V, C> && Constants<int, V::kHeldStages>;
 template <class V>
 using HeldSums = WarpgroupSums<V::kXRows>[RowsShape<V>::kHeld];
 
+// Which boxes of a pass, or which lines of its only box, a warpgroup multiplies. (multiply_by_warpgroup has a loop of
+// its own: with this one, linears of 64 rows take more registers than there are.)
+template <class V>
+struct OwnLines {
+  using S = RowsShape<V>;
+  static constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  uint32_t boxes, group;
+
+  MPK_DEVICE OwnLines(Span pass, uint32_t warp)
+      : boxes((pass.end - pass.begin) * V::kParts), group(warp / kWarpgroupWarps) {}
+  MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? 0 : group + h * kWarpgroups; }
+  // The first line of a stage that is its own; kStep lines on is the next.
+  MPK_DEVICE uint32_t first(uint32_t stage) const {
+    return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
+  }
+  static constexpr uint32_t kStep = kTakesTurns ? kWarpgroups : 1;
+
+  // Calls `take` with the h-th box's line `chunk` of the worker's part of K, its ring entry, and the line's number in
+  // the stage `x`; and `load` with the box and the line that come next, before the first and in each turn. A warp whose
+  // wait aborts goes on with whatever stands in the ring, since the other warps of its warpgroup cannot multiply
+  // without it.
+  template <class C, class Load, class Take>
+  MPK_DEVICE void each(C& c, HeldSums<V>& sums, const uint8_t* stages, Load load, Take take) const {
+    load(box(0), kTakesTurns ? group : 0u);
+#pragma unroll 1
+    for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
+      const StageState<V> stage(c.stage + turn);
+      if (!c.failed) c.failed = !stage.await(c);
+      c.stamp_first(&PhaseStamps::staged);
+#pragma unroll 1
+      for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kStep) {
+        const uint32_t chunk = turn * S::kChunksOfStage + i;
+#pragma unroll
+        for (int h = 0; h < S::kHeld; h++) {
+          const uint32_t entry = c.entry + chunk * boxes + box(h);
+          if (box(h) >= boxes) break;
+          if (!c.failed && !c.ring.has(entry)) {
+            // A call may use registers that products in flight read or write.
+#pragma unroll
+            for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
+            c.failed = !c.ring.wait_longer(entry, c.phase);
+          }
+          const bool is_last = h + 1 == S::kHeld || box(h + 1) >= boxes;
+          take(h, chunk, entry, stages + warp_uniform(stage.offset()), i,
+               [&] { load(is_last ? box(0) : box(h + 1), is_last ? chunk + kStep : chunk); });
+        }
+      }
+      ptx::await_products<0>();
+      c.stages().release(stage.barrier(), c.lane);
+    }
+#pragma unroll
+    for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+  }
+};
+
 // A warp's 16 rows of a box: which weight's they are, the first, and the last that there is, which stands for missing
 // ones.
 struct WarpRows {

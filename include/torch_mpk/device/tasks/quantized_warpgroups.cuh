@@ -200,7 +200,7 @@ template <class V, class C>
 MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
   using Q = ConvertedShape<V>;
-  const OwnBoxes<V> own((pass.end - pass.begin) * V::kParts, c.warp);
+  const OwnLines<V> own(pass, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
   const bool has_rows = warp < S::kBlocksOfBox;  // else it multiplies nothing, beside the others
   LineFactors<V> factors;                        // of the next line
