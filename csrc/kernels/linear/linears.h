@@ -90,11 +90,13 @@ inline int64_t polled_whole(const Schedule& schedule, const Job& job, const Tens
 }
 
 // Where workers share tiles (split-K): the bytes that a worker sends of a pass of so many rows of weights, in words of
-// two floats and their tags, see SplitKExchange; and how many such places there are.
+// two floats and their tags, see SplitKExchange; and those of all workers.
 inline int64_t partial_bytes(int64_t weight_rows, int64_t batch) {
   return round_up(weight_rows, 32) * batch * kTaggedFloatBytes;
 }
-inline int64_t num_partials(int64_t split, int64_t workers) { return workers / split * split; }
+inline int64_t split_bytes(int64_t split, int64_t workers, int64_t weight_rows, int64_t batch) {
+  return split == 1 ? 0 : workers / split * split * partial_bytes(weight_rows, batch);
+}
 
 // Why kernels of few rows refuse a launch in which all warps read every ring entry.
 inline constexpr const char* kNotTogether = "the launch's warps multiply together, as they do for more than 64 rows";

@@ -353,8 +353,8 @@ class Rows : public Kernel {
     cut.shape = static_cast<const TileShape&>(best);
     cut.fields = list_fields<RowsFields>(best);
     if (best.split > 1)
-      cut.scratch = Scratch{num_partials(best.split, linears.workers) *
-                            partial_bytes(best.mainloop_tiles * best.tile_rows, linears.batch)};
+      cut.scratch =
+          Scratch{split_bytes(best.split, linears.workers, best.mainloop_tiles * best.tile_rows, linears.batch)};
     if (cut.row_sums) cut.row_sums->count = count_row_sums(best, best, cut.num_tiles, linears.workers);
     cut.cost_ns = cutter.nanoseconds(best);
     return {cut};
@@ -372,9 +372,7 @@ class Rows : public Kernel {
     if (own.split != 1) prove_split(proof, s, own);
     prove_stages(proof, s, own);
     const int64_t workers = proof.schedule().target.num_workers;
-    const int64_t of_worker = partial_bytes(own.mainloop_tiles * s.tile_rows, proof.rows());
-    const int64_t bytes = own.split == 1 ? 0 : num_partials(own.split, workers) * of_worker;
-    proof.require_scratch(bytes);
+    proof.require_scratch(split_bytes(own.split, workers, own.mainloop_tiles * s.tile_rows, proof.rows()));
     if (!cut.row_sums) return;
     const int64_t sums = count_row_sums(s, own, cut.num_tiles, workers);
     proof.require(cut.row_sums->count >= sums, "workers leave " + proof.str(sums) + " sums of a row, but " +

@@ -1,7 +1,6 @@
 #include "warpgroups.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "../../codegen/text.h"
@@ -165,8 +164,8 @@ std::vector<Cut> WarpgroupsKernel::candidates(const Schedule& schedule, const Jo
   cut.shape = static_cast<const TileShape&>(best);
   cut.fields = list_fields<WarpgroupsFields>(best);
   if (best.split > 1)
-    cut.scratch = Scratch{num_partials(best.split, linears.workers) *
-                          partial_bytes(best.mainloop_tiles * best.tile_rows, linears.batch)};
+    cut.scratch =
+        Scratch{split_bytes(best.split, linears.workers, best.mainloop_tiles * best.tile_rows, linears.batch)};
   cut.cost_ns = cutter.nanoseconds(best);
   return {cut};
 }
@@ -192,9 +191,7 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   const WarpgroupsCut c{s, own};
   proof.require(linears.workers / own.split > 0 && cutter.can_split(c),
                 proof.str(own.split) + " workers share tiles, but their parts are not equal, or take more than a pass");
-  const int64_t scratch =
-      num_partials(own.split, linears.workers) * partial_bytes(own.mainloop_tiles * s.tile_rows, linears.batch);
-  proof.require_scratch(own.split == 1 ? 0 : scratch);
+  proof.require_scratch(split_bytes(own.split, linears.workers, own.mainloop_tiles * s.tile_rows, linears.batch));
   proof.require_plain_end();
   const int64_t bytes = cutter.staged_bytes(c);
   proof.require(cut.staged_bytes >= bytes, "it keeps " + proof.str(bytes) + " bytes in " + proof.str(cut.staged_bytes));

@@ -92,8 +92,6 @@ MPK_MULTIPLY_ALL(__half, "f16")
                  : "memory");                                                                          \
   }
 #define MPK_MULTIPLY_REGISTERS_ALL(T, type)                   \
-  MPK_MULTIPLY_REGISTERS(T, type, 8, 4, 4, 5, 6, 7, 8)        \
-  MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12)    \
   MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16) \
   MPK_MULTIPLY_REGISTERS(T, type, 32, 16, 16, 17, 18, 19, 20) \
   MPK_MULTIPLY_REGISTERS(T, type, 40, 20, 20, 21, 22, 23, 24) \
@@ -114,7 +112,6 @@ MPK_MULTIPLY_REGISTERS_ALL(__half, "f16")
                  : "memory");                                                                                       \
   }
 #define MPK_MULTIPLY_BYTES_ALL(adds)       \
-  MPK_MULTIPLY_BYTES(8, 4, 4, 5, adds)     \
   MPK_MULTIPLY_BYTES(16, 8, 8, 9, adds)    \
   MPK_MULTIPLY_BYTES(24, 12, 12, 13, adds) \
   MPK_MULTIPLY_BYTES(32, 16, 16, 17, adds) \

@@ -156,10 +156,10 @@ struct LineFactors {
     const uint32_t count = (tiles.end - tiles.begin) * V::kParts * rows * columns;
 #pragma unroll 1
     for (uint32_t number = rank; number < count; number += kConsumerThreads) {
-      const uint32_t at = number / columns, box = at / rows, tile = tiles.begin + box / V::kParts;
-      const int segment = segment_of<V>(tile), which = V::kParts > 1 ? box % V::kParts : segment;
-      const uint32_t n = (tile - V::first_tile(segment)) * V::kBoxRows + at % rows * row_step;
-      fetch_block_scale<V>(job, which, min(n, V::num_rows(segment) - 1), number % columns * column_step);
+      const uint32_t at = number / columns;
+      const WarpRows box = WarpRows::of<V>(tiles, at / rows, 0);
+      fetch_block_scale<V>(job, box.which, min(box.first + at % rows * row_step, box.last),
+                           number % columns * column_step);
     }
   }
 };
