@@ -3,20 +3,22 @@
     python benchmarks/decode.py --models qwen3-0.6b llama-1b qwen3-8b --batch 1 8 --position 512 4096
     python benchmarks/decode.py --baselines eager default reduce-overhead max-autotune
     python benchmarks/decode.py --batch 1 2 4 8 16 32 64 --baselines eager graph reduce-overhead --budget 1200
-    python benchmarks/decode.py --models qwen3-8b qwen3-0.6b --batch 1 8 --weights fp8 --baselines reduce-overhead
+    python benchmarks/decode.py --models qwen3-8b --batch 1 8 --weights fp8 int4 --baselines reduce-overhead --jobs 4
     python benchmarks/decode.py --ranks 2 --models llama-1b qwen3-8b --baselines eager
 
 With --ranks each variant runs in so many processes, each with a GPU and its part of the weights; figures are rank 0's.
 
 Each variant runs in a process of its own, with all the batches that are asked for, each under a time limit: what one
-variant breaks, leaks or leaves compiled touches no other. Records the run (records.py), and prints
-its table last. With --weights linears are quantised, and the baselines compute with what PyTorch has for that format
-(quantized_baselines.py). What the columns mean is in benchmarks/results/README.md. Without a GPU
+variant breaks, leaks or leaves compiled touches no other. With --jobs so many of them compile side by side. One at a
+time has the GPU, to make its model and to be timed, and memory is not measured. Records the run (records.py), and
+prints its table last. With --weights linears are quantised, and the baselines compute with what PyTorch has for that
+format (quantized_baselines.py). What the columns mean is in benchmarks/results/README.md. Without a GPU
 the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decode.py.
 """
 
 import argparse
 import copy
+import fcntl
 import gc
 import itertools
 import json
@@ -24,8 +26,10 @@ import os
 import resource
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -184,7 +188,7 @@ class Start:
 
 
 def exact_file(case: dict[str, Any], batch: int) -> Path:
-    return Path(case["exact_folder"], f"{batch}.pt")
+    return Path(case["exact_folder"], f"{case['model']}_{case['weights']}_{case['position']}_{batch}.pt")
 
 
 def save_exact(model: PreTrainedModel, case: dict[str, Any]) -> None:
@@ -224,33 +228,59 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_batch(model: PreTrainedModel, case: dict[str, Any], batch: int, used_before: int) -> Result:
-    start = Start(model, case, batch)
-    cache, position, is_cuda = start.cache, case["position"], torch.cuda.is_available()
-    step = VARIANTS[case["variant"]](model)
-    begin = time.perf_counter()
-    logits = decode_logits(step, cache, start.decoded).cpu()
-    result: Result = {"build_s": time.perf_counter() - begin}
-    result["relative_l2"] = relative_l2(logits, torch.load(exact_file(case, batch)))
+@contextmanager
+def alone() -> Iterator[None]:
+    """One benchmark at a time is in here on a machine; all of its ranks are."""
+    if rank() > 0:
+        torch.distributed.barrier()  # rank 0 has come in
+        yield
+        torch.distributed.barrier()
+        return
+    with Path(tempfile.gettempdir(), "torch_mpk_benchmark.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if num_ranks() > 1:
+            torch.distributed.barrier()
+        yield
+        if num_ranks() > 1:
+            torch.distributed.barrier()  # all have done
 
+
+def time_steps(model: PreTrainedModel, step: Step, start: Start, case: dict[str, Any]) -> Result:
+    cache, position, is_cuda = start.cache, case["position"], torch.cuda.is_available()
     token = start.decoded[:, :1].contiguous()
     clock = Clock(lambda: step(input_ids=token, past_key_values=cache), cache, position)
     step_ms, _ = clock.loop_ms(NUM_WARMUP_STEPS)
     num_steps = as_on_rank_0(min(case["steps"], max(NUM_WARMUP_STEPS, int(LONGEST_LOOP_MS / step_ms))))
     loops = [clock.loop_ms(num_steps) for _ in range(5)]
-    result["loop_ms"] = summary([loop for loop, _ in loops])
-    result["host_ms"] = summary([host for _, host in loops])
+    result: Result = {
+        "loop_ms": summary([loop for loop, _ in loops]),
+        "host_ms": summary([host for _, host in loops]),
+    }
     if is_cuda:
         host_ms = result["host_ms"]["median"]
         times = num_steps if clock.between_events == 1 else 10
         result["device_ms"] = summary([clock.device_ms(host_ms) for _ in range(times)])
-    result["memory_bytes"] = used_bytes() - used_before
-    if is_cuda:
         rewind(cache, position)
         result["launches"] = count_launches(clock.step)
     rewind(cache, position)
     chosen = chosen_experts(model, lambda: model(input_ids=start.decoded[:, :1], past_key_values=cache))
     result["bytes_read"] = bytes_read(model, cache, position, chosen)
+    return result
+
+
+def measure_batch(model: PreTrainedModel, case: dict[str, Any], batch: int, used_before: int) -> Result:
+    with alone():
+        start = Start(model, case, batch)
+    step = VARIANTS[case["variant"]](model)
+    begin = time.perf_counter()
+    logits = decode_logits(step, start.cache, start.decoded).cpu()
+    result: Result = {"build_s": time.perf_counter() - begin}
+    result["relative_l2"] = relative_l2(logits, torch.load(exact_file(case, batch)))
+
+    with alone():
+        result |= time_steps(model, step, start, case)
+    if case["jobs"] == 1:
+        result["memory_bytes"] = used_bytes() - used_before
     return result
 
 
@@ -261,10 +291,12 @@ def measure(case: dict[str, Any], result_file: Path) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.zeros(1, device="cuda")
     used_before = used_bytes()
-    model = make_model(case)
-    if case["weights"] != "bf16":
-        quantize_linears(model, case["weights"])
-    save_exact(model, case)
+    with alone():
+        model = make_model(case)
+        if case["weights"] != "bf16":
+            quantize_linears(model, case["weights"])
+        save_exact(model, case)
+        forget()
     if case["weights"] != "bf16" and case["variant"] != "mpk":
         quantized_baselines.use(model, case["weights"], model.device.type)
     for batch in case["batches"]:
@@ -317,7 +349,7 @@ def row(result: Result) -> list[str]:
         str(result.get("launches", "–")),
         f"{100 * result['of_ceiling']:.0f} %" if result["of_ceiling"] else "–",
         f"{result['relative_l2']:.2e}",
-        f"{result['memory_bytes'] / 1e9:.3f}",
+        f"{result['memory_bytes'] / 1e9:.3f}" if "memory_bytes" in result else "–",
         f"{result['build_s']:.1f}",
     ]
 
@@ -326,7 +358,7 @@ def text_of(results: list[Result]) -> str:
     return table(COLUMNS, [row(result) for result in results])
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(CONFIGS), default=["qwen3-0.6b", "llama-1b", "qwen3-8b"])
     parser.add_argument(
@@ -341,7 +373,11 @@ def main() -> None:
         "--position", type=int, nargs="+", default=[512], help="tokens in the cache when the step begins"
     )
     parser.add_argument(
-        "--weights", choices=["bf16", "fp8", "int8", "int4"], default="bf16", help="how linears store theirs"
+        "--weights",
+        nargs="+",
+        choices=["bf16", "fp8", "int8", "int4"],
+        default=["bf16"],
+        help="how linears store theirs",
     )
     parser.add_argument("--ranks", type=int, default=1, help="processes that the weights are shared out to")
     parser.add_argument("--cache", type=int, help="positions that the StaticCache holds (default: rounded up to 1024)")
@@ -355,42 +391,54 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=86400, help="seconds for all: what is not begun then is left out"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side, if their models fit")
     records.add_arguments(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.cache and max(args.position) + max(args.steps, NUM_ACCURACY_STEPS) > args.cache:
+        parser.error("the cache is too short for the position and the steps")
+    return args
+
+
+def main() -> None:
+    args = arguments()
     if args.child:
         case, result_file = args.child
         measure(json.loads(case), Path(result_file))
         return
-    needed = max(args.steps, NUM_ACCURACY_STEPS)
-    if args.cache and max(args.position) + needed > args.cache:
-        parser.error("the cache is too short for the position and the steps")
-
     ceiling = measure_ceiling() if torch.cuda.is_available() else {"method": "not measured", "tb_per_s": None}
     report: Report = {
-        "title": f"One decode step, bfloat16 with {args.weights} weights, random",
+        "title": f"One decode step, bfloat16 with {', '.join(args.weights)} weights, random",
         "environment": environment(),
         "setting": {"steps": args.steps},
         "ceiling": ceiling,
         "results": [],
     }
     deadline = time.monotonic() + args.budget
-    for model, position in itertools.product(args.models, args.position):
-        with tempfile.TemporaryDirectory() as folder:
-            for variant in ("mpk", *args.baselines):
-                cache = args.cache or -(-(position + needed) // 1024) * 1024
-                case = {"model": model, "position": position, "cache": cache, "variant": variant, "ranks": args.ranks}
-                case |= {"weights": args.weights}
-                child = {"steps": args.steps, "exact_folder": folder}
-                for batch, result in run_batches(case | child, args.batch, args.limit, deadline):
-                    named = model if args.weights == "bf16" else f"{model} {args.weights}"
-                    name = f"{named}\nbatch {batch}, position {position}"
-                    name += f", {args.ranks} ranks" if args.ranks > 1 else ""
-                    result = finish(result, ceiling["tb_per_s"])
-                    report["results"].append({"case": name, "batch": batch} | case | result)
-                    print(row(report["results"][-1]), file=sys.stderr, flush=True)
-                    # What is known so far, should a later one take the machine down.
+    cases = list(itertools.product(args.models, args.weights, args.position, ("mpk", *args.baselines)))
+    known: list[list[Result]] = [[] for _ in cases]
+    recording = threading.Lock()
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+
+        def run(results: list[Result], model: str, weights: str, position: int, variant: str) -> None:
+            cache = args.cache or -(-(position + max(args.steps, NUM_ACCURACY_STEPS)) // 1024) * 1024
+            case = {"model": model, "position": position, "cache": cache, "variant": variant, "ranks": args.ranks}
+            case |= {"weights": weights}
+            child = {"steps": args.steps, "exact_folder": folder, "jobs": args.jobs}
+            named = model if weights == "bf16" else f"{model} {weights}"
+            for batch, result in run_batches(case | child, args.batch, args.limit, deadline):
+                name = f"{named}\nbatch {batch}, position {position}"
+                name += f", {args.ranks} ranks" if args.ranks > 1 else ""
+                result = {"case": name, "batch": batch} | case | finish(result, ceiling["tb_per_s"])
+                print(row(result), file=sys.stderr, flush=True)
+                with recording:  # what is known so far, should a later one take the machine down
+                    results.append(result)
+                    report["results"] = list(itertools.chain(*known))
                     records.write(report, args, "decode")
+
+        for running in [pool.submit(run, results, *case) for results, case in zip(known, cases, strict=True)]:
+            running.result()
     print(text_of(report["results"]))
 
 

@@ -26,7 +26,7 @@ import records
 import torch
 from ceiling import measure_ceiling
 from cpu_decode import BASELINES, interleave, make_model, wait_for_huge_pages
-from decode import Clock, captured, forget, used_bytes
+from decode import Clock, alone, captured, forget, used_bytes
 from harness import Report, Result, environment, processor, run_child, spread, table
 from torch import Tensor
 from transformers import StaticCache
@@ -60,34 +60,36 @@ def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tup
     logits = step(input_ids=ids, past_key_values=cache).logits.to(torch.float32, copy=True)
     clock.synchronize()
     build_s = time.perf_counter() - begin
-    host_ms = max(clock.loop_ms(1)[0] for _ in range(3))
-    torch.cuda.empty_cache()
-    used, held = used_bytes(), torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    clock.loop_ms(1)
-    peak = used + torch.cuda.max_memory_allocated() - held
-    ms = summary([clock.device_ms(host_ms) for _ in range(rounds)])
+    with alone():
+        host_ms = max(clock.loop_ms(1)[0] for _ in range(3))
+        torch.cuda.empty_cache()
+        used, held = used_bytes(), torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        clock.loop_ms(1)
+        peak = used + torch.cuda.max_memory_allocated() - held
+        ms = summary([clock.device_ms(host_ms) for _ in range(rounds)])
     return {"prefill_ms": ms, "build_s": build_s, "peak_bytes": peak}, logits
 
 
 @torch.inference_mode()
 def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
     batch, tokens = case["batch"], case["tokens"]
-    model = random_model(CONFIGS[case["model"]](), "cuda", getattr(torch, case["dtype"]))
-    quantise(model, case["weights"])
-    ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1)).cuda()
-    cache: StaticCache = fill(model, ids, tokens + 128)[0]
+    with alone():
+        model = random_model(CONFIGS[case["model"]](), "cuda", getattr(torch, case["dtype"]))
+        quantise(model, case["weights"])
+        ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1)).cuda()
+        cache: StaticCache = fill(model, ids, tokens + 128)[0]
+        rewind(cache, 0)
+        expected = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.float()
     options = {"while_building": "wait", "fallback": "error"}
     makers = {"mpk": lambda: last_logits(torch.compile(model, backend="mpk", options=options))}
     makers |= {name: lambda name=name: STEPS[name](last_logits(model)) for name in case["baselines"]}
     results: list[Result] = []
-    rewind(cache, 0)
-    expected = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.float()
     for name, make in makers.items():
         try:
             forget()
             if name != "mpk" and case["weights"] != "bf16":
-                quantized_baselines.use(case["weights"], "cuda")
+                quantized_baselines.use(model, case["weights"], "cuda")
             before = used_bytes()
             result, logits = time_on_gpu(make(), ids, cache, case["rounds"])
             result["extra_bytes"] = result.pop("peak_bytes") - before
@@ -173,7 +175,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of each sequence")
     parser.add_argument("--baselines", nargs="*", choices=[*BASELINES, "graph"], default=["eager", "inductor"])
-    parser.add_argument("--weights", choices=["bf16", "fp8", "int8"], default="bf16", help="how linears store theirs")
+    formats = ["bf16", "fp8", "int8", "int4"]
+    parser.add_argument("--weights", choices=formats, default="bf16", help="how linears store theirs")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one case")
