@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from ceiling import measure_ceiling
-from decode import Clock
+from decode import Clock, alone
 
 import torch_mpk
 from torch_mpk.generate import rewind
@@ -26,11 +26,12 @@ from torch_mpk.testing.quantized import quantize_linears
 def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     config = CONFIGS[name]()
     config.num_hidden_layers = args.layers or config.num_hidden_layers
-    model = random_model(config, "cuda")
-    if args.weights != "bf16":
-        quantize_linears(model, args.weights)
-    tokens = torch.randint(config.vocab_size, (args.batch, args.position), device="cuda")
-    cache, _ = prefill(model, tokens, args.cache)
+    with alone():
+        model = random_model(config, "cuda")
+        if args.weights != "bf16":
+            quantize_linears(model, args.weights)
+        tokens = torch.randint(config.vocab_size, (args.batch, args.position), device="cuda")
+        cache, _ = prefill(model, tokens, args.cache)
     token = tokens[:, :1].contiguous()
 
     def clock_of(options: dict[str, bool]) -> Clock:
@@ -41,7 +42,8 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
         return clock
 
     def device_ms(clock: Clock) -> float:
-        return statistics.median(clock.device_ms(1.0) for _ in range(args.steps))
+        with alone():
+            return statistics.median(clock.device_ms(1.0) for _ in range(args.steps))
 
     plain_ms = device_ms(clock_of({}))
     rewind(cache, args.position)
@@ -52,7 +54,8 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
 
     clock, times = clock_of({"profile": True}), []
-    [recording] = record(lambda: times.extend(clock.device_ms(1.0) for _ in range(args.steps)))
+    with alone():
+        [recording] = record(lambda: times.extend(clock.device_ms(1.0) for _ in range(args.steps)))
     print(f"{statistics.median(times):.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
     if args.traces:
         args.traces.mkdir(parents=True, exist_ok=True)
