@@ -11,7 +11,6 @@ namespace mpk {
 namespace {
 
 constexpr int64_t kMostRows = 64;                // of x
-constexpr int64_t kLineBytes = 128;              // of a row of weights, that an entry of the ring has
 constexpr int64_t kStageColumns = kWidestStage;  // of x
 constexpr int64_t kMostStageBytes = 96 * 1024;   // of all stages of x
 constexpr int64_t kMostSplit = 4;
@@ -70,7 +69,7 @@ class Cutter {
   int64_t stage_bytes() const { return x_rows(job_.batch) * kStageColumns * job_.element; }
 
   WarpgroupsCut cut(int64_t box_rows, int64_t split) const {
-    WarpgroupsCut c{{box_rows, job_.parts, 1, format_.row_bytes(), kLineBytes}, {}};
+    WarpgroupsCut c{{box_rows, job_.parts, 1, format_.row_bytes(), kWarpgroupLineBytes}, {}};
     c.is_boxed = true;
     c.readers = kWarpgroupWarps;
     c.in_flight = std::min<int64_t>(entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes(), kMaxSlots);
@@ -154,7 +153,8 @@ std::optional<std::string> WarpgroupsKernel::refuses(const Schedule& schedule, c
 
 std::vector<Cut> WarpgroupsKernel::candidates(const Schedule& schedule, const Job& job) const {
   const Linears linears(schedule, job);
-  const Cutter cutter(linears, format_of(schedule, job), line_ns_);
+  const WeightFormat format = format_of(schedule, job);
+  const Cutter cutter(linears, format, line_ns(format));
   const WarpgroupsCut best = cutter.best();
   Cut cut = job.cut;
   cut.input = Input::kBoxStages;
@@ -178,7 +178,7 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   const auto own = fields_of<WarpgroupsFields>(cut);
   proof.require(s.chunk_parts == 1 && s.readers == kWarpgroupWarps && !proof.schedule().warps.all_read_entries,
                 proof.str(s.readers) + " warps do not multiply a box together");
-  const bool is_line = s.chunk_bytes == kLineBytes && s.tile_rows % 8 == 0;
+  const bool is_line = s.chunk_bytes == kWarpgroupLineBytes && s.tile_rows % 8 == 0;
   proof.require(is_line && s.tile_rows <= kWarpgroupWarps * kWarpRows, "a box is not a line of rows of a warpgroup");
   proof.require(own.mainloop_tiles > 0 && own.split > 0 && own.stages > 0 && own.stages <= kStages,
                 "a pass has no tiles, or stages have no barriers");
@@ -187,7 +187,7 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   const auto refusal = refuses_format(proof.first());
   proof.require(!refusal, refusal.value_or(""));
   proof.require(linears.size % kStageColumns == 0, "x does not come in whole stages");
-  const Cutter cutter(linears, format, line_ns_);
+  const Cutter cutter(linears, format, line_ns(format));
   const WarpgroupsCut c{s, own};
   proof.require(linears.workers / own.split > 0 && cutter.can_split(c),
                 proof.str(own.split) + " workers share tiles, but their parts are not equal, or take more than a pass");

@@ -12,6 +12,8 @@
 
 namespace mpk {
 
+constexpr int64_t kWarpgroupLineBytes = 128;  // of a row of weights, that an entry of the ring has
+
 struct WarpgroupsFields {
   int64_t mainloop_tiles = 1;  // tiles of one mainloop
   int64_t split = 1;           // split_k: workers that share the same tiles
@@ -43,11 +45,12 @@ class WarpgroupsWriter : public BoxedWriter {
 
 class WarpgroupsKernel : public Kernel {
  protected:
-  // `fewest_rows`: of x. `line_ns`: a warpgroup's time for a line of a box, while the other one works as well.
-  WarpgroupsKernel(std::string name, int64_t fewest_rows, double line_ns)
-      : Kernel(std::move(name)), fewest_rows_(fewest_rows), line_ns_(line_ns) {}
+  // `fewest_rows`: of x.
+  WarpgroupsKernel(std::string name, int64_t fewest_rows) : Kernel(std::move(name)), fewest_rows_(fewest_rows) {}
 
   std::optional<std::string> refuses_size(const Tensor& x) const;
+  // A warpgroup's time for a line of a box, while the other one works as well.
+  virtual double line_ns(const WeightFormat& format) const = 0;
   // Why it refuses a node's format, beside that of x.
   virtual std::optional<std::string> refuses_format(const Node& node) const = 0;
 
@@ -60,7 +63,6 @@ class WarpgroupsKernel : public Kernel {
 
  private:
   const int64_t fewest_rows_;
-  const double line_ns_;
 };
 
 }  // namespace mpk

@@ -178,52 +178,67 @@ struct LineFactors<V, false> {
   MPK_DEVICE static void fetch(const Job&, Span, int) {}
 };
 
-// Loads a slice of a warp's 16 rows of a line, as first factors of products. `line`: the lane's first weights of its
-// upper row. 16 bytes of a row are in the copy engine's swizzle. Rows behind a box's last are what stands in the slot,
-// and their products go nowhere.
+// A slice of a warp's 16 rows of a line: a lane's pairs of weights, as they lie, in the order of products' first
+// factor.
 template <class V>
-MPK_DEVICE void convert_slice(ptx::Quad (&weights)[ConvertedShape<V>::kSteps], ptx::SharedAddress line, int slice,
-                              const PairFactors (&factors)[2]) {
+struct Slice {
   using Q = ConvertedShape<V>;
-#pragma unroll
-  for (int k = 0; k < Q::kSteps; k++)
-#pragma unroll
-    for (int m = 0; m < 4; m++) {
-      const int byte = (slice * Q::kSlice + k * 16 + m / 2 * 8) * V::kWeightBits / 8;
-      const ptx::SharedAddress from = (line ^ byte / 16 * 16) + byte % 16 + m % 2 * 8 * 128;
-      weights[k].v[m] = LineFactors<V>::apply(widen<V>(load_pair<V>(from)), factors[m % 2]);
-    }
-}
+  uint32_t pairs[Q::kSteps][4];
 
-// A warpgroup's mainloop.
+  // `line`: the lane's first weights of its upper row. 16 bytes of a row are in the copy engine's swizzle. Rows behind
+  // a box's last are what stands in the slot, and their products go nowhere.
+  MPK_DEVICE void load(ptx::SharedAddress line, int slice) {
+#pragma unroll
+    for (int k = 0; k < Q::kSteps; k++)
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const int byte = (slice * Q::kSlice + k * 16 + m / 2 * 8) * V::kWeightBits / 8;
+        pairs[k][m] = load_pair<V>((line ^ byte / 16 * 16) + byte % 16 + m % 2 * 8 * 128);
+      }
+  }
+  MPK_DEVICE void convert(ptx::Quad (&weights)[Q::kSteps], const PairFactors (&factors)[2]) const {
+#pragma unroll
+    for (int k = 0; k < Q::kSteps; k++)
+#pragma unroll
+      for (int m = 0; m < 4; m++) weights[k].v[m] = LineFactors<V>::apply(widen<V>(pairs[k][m]), factors[m % 2]);
+  }
+};
+
+// A warpgroup's mainloop. A slice is multiplied while the next one is converted, and the one behind that is loaded.
 template <class V, class C>
 MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
   using Q = ConvertedShape<V>;
   const OwnLines<V> own(pass, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
-  const bool has_rows = warp < S::kBlocksOfBox;  // else it multiplies nothing, beside the others
-  LineFactors<V> factors;                        // of the next line
+  constexpr bool kAhead = V::kXRows <= 32;  // else there are no registers for it
+  // Others multiply nothing, beside the first. The branch also keeps slices one after the other in registers.
+  const bool has_rows = warp < S::kBlocksOfBox;
+  LineFactors<V> factors;  // of the next line
   ptx::Quad weights[2][Q::kSteps] = {};
   const auto load = [&](uint32_t box, uint32_t chunk) {
-    if (has_rows && box < own.boxes && chunk < S::kChunks)
+    if (box < own.boxes && chunk < S::kChunks)
       factors.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  own.each(c, sums, stages, load, [&](int h, uint32_t chunk, uint32_t entry, const uint8_t* x, int i, auto load_next) {
-    const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
+  own.each(c, sums, stages, load, [&](int h, uint32_t chunk, auto place, const uint8_t* x, int i, auto load_next) {
+    const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(place)) + (warp * kWarpRows + c.lane / 4) * 128 +
                                     c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
     const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
+    Slice<V> slices[2];
+    slices[0].load(line, 0);
     const auto words = factors.words(WarpRows::of<V>(pass, own.box(h), warp), first + chunk, c.lane);
     load_next();
     PairFactors of_group[2];
 #pragma unroll
     for (int slice = 0; slice < Q::kSlices; slice++) {
+      const int loaded = slice + (kAhead ? 1 : 0);
+      if (loaded > 0 && loaded < Q::kSlices) slices[loaded % 2].load(line, loaded);
+      if (slice + 1 == Q::kSlices) c.ring.release_share(place);
       if (slice * Q::kSlice % Q::kGroup == 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) of_group[half] = words.find(slice * Q::kSlice / Q::kGroup, half, c.lane);
       ptx::await_products<1>();  // those that read the same registers
-      if (has_rows) convert_slice<V>(weights[slice % 2], line, slice, of_group);
-      if (slice == Q::kSlices - 1) c.ring.release_share(entry);
+      if (has_rows) slices[slice % 2].convert(weights[slice % 2], of_group);
       const int column = slice * Q::kSlice;
       const ptx::SwizzledMatrix block = ptx::from_row(columns, column / kBoxColumns * V::kXRows);
       ptx::begin_products();
