@@ -230,19 +230,11 @@ def forget() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """One benchmark at a time is in here on a machine; all of its ranks are."""
-    if rank() > 0:
-        torch.distributed.barrier()  # rank 0 has come in
-        yield
-        torch.distributed.barrier()
-        return
+    """One benchmark at a time is in here on a machine. Ranks, which have GPUs of their own, do not wait."""
     with Path(tempfile.gettempdir(), "torch_mpk_benchmark.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if num_ranks() > 1:
-            torch.distributed.barrier()
+        if "WORLD_SIZE" not in os.environ:
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-        if num_ranks() > 1:
-            torch.distributed.barrier()  # all have done
 
 
 def time_steps(model: PreTrainedModel, step: Step, start: Start, case: dict[str, Any]) -> Result:
@@ -397,6 +389,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.cache and max(args.position) + max(args.steps, NUM_ACCURACY_STEPS) > args.cache:
         parser.error("the cache is too short for the position and the steps")
+    if args.ranks > 1 and args.jobs > 1:
+        parser.error("ranks do not take turns at their GPUs: give --jobs or --ranks")
     return args
 
 
