@@ -26,6 +26,11 @@ MPK_KERNEL_API std::string label_of_part(const Node& node, const char* part);
 // Returns true, for a variable's initialiser.
 MPK_KERNEL_API bool add_rewrite(Rewrite rewrite);
 
+// The graph with row tasks that are made twice: once for readers that take them in front of themselves, as a router's
+// linear takes a norm, and once for those that cannot, as experts. So the former begin a phase earlier. Nothing: there
+// are none.
+std::optional<TBGraph> with_rows_apart(const TBGraph& graph, const Target& target);
+
 // The graph after all rewrites. Nothing: none changes it.
 std::optional<TBGraph> rewritten(const TBGraph& graph, const Target& target);
 

@@ -95,7 +95,7 @@ std::vector<TakenRuns> choose_runs(const TBGraph& graph, const Target& target) {
 
 }  // namespace
 
-Draft make_draft(const TBGraph& graph, const Target& target, const std::string& last_pass) {
+Draft make_draft(const TBGraph& given, const Target& target, const std::string& last_pass) {
   if (target.num_workers < 1)
     throw std::invalid_argument("schedule: a target needs at least one worker, got " +
                                 std::to_string(target.num_workers));
@@ -105,6 +105,8 @@ Draft make_draft(const TBGraph& graph, const Target& target, const std::string& 
     for (const Pass& pass : passes()) known += (known.empty() ? "" : ", ") + std::string(pass.name);
     throw std::invalid_argument("no pass '" + last_pass + "'; there are " + known);
   }
+  const std::optional<TBGraph> apart = with_rows_apart(given, target);
+  const TBGraph& graph = apart ? *apart : given;
   std::vector<TakenRuns> runs = choose_runs(graph, target);
   const std::optional<TBGraph> other = rewritten(graph, target);
   if (!other) return run_passes(graph, target, std::move(runs), last_pass);

@@ -133,6 +133,7 @@ def describe(schedule: str, graph: _C.TBGraph) -> list[str]:
     in memory. What the JSON has besides comes first."""
     description, buffers = json.loads(schedule), [buffer.name for buffer in graph.buffers]
     offsets, polled = description.pop("workspace_offsets"), description.pop("polled")
+    buffers += [f"added {number}" for number in range(len(offsets) - len(buffers))]  # by rewrites
     phases = description.pop("phases")
     lines = [f"{name}: {_text(value)}" for name, value in description.items()]
     for number, phase in enumerate(phases):

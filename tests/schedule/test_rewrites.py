@@ -1,4 +1,5 @@
-"""What a graph becomes before it is scheduled: FP8 linears of several rows read an x that is quantised once."""
+"""What a graph becomes before it is scheduled: FP8 linears of several rows read an x that is quantised once, and a norm
+may be made twice."""
 
 import pytest
 
@@ -79,3 +80,22 @@ def test_matrices_of_prompts_take_turns_at_few_places() -> None:
     assert len([b for b in made.graph.buffers if b.name.startswith("matrix.")]) == 4  # q, k and v; o
     first = [made.graph.nodes[job.body[0]].task for job in made.phases[0].jobs]
     assert first.count("dequantise") == 4
+
+
+@pytest.mark.parametrize(("rows", "times"), [(1, 2), (8, 2), (9, 1)])
+def test_a_norm_of_few_rows_is_made_for_a_router_and_for_experts(rows: int, times: int) -> None:
+    """The router's linear has the norm in front of it, and so begins together with the norm that experts wait for."""
+    b = Builder()
+    x = b.buffer("input", "x", "bfloat16", [rows, 256])
+    normed = b.node(
+        "rms_norm", [("x", x)], b.buffer("workspace", "n", "bfloat16", [rows, 256]), {"eps": 1e-6, "style": "llama"}
+    )
+    weight = b.buffer("input", "router", "bfloat16", [64, 256])
+    b.node("linear", [("x", normed), ("weight", weight)], b.buffer("output", "scores", "bfloat16", [rows, 64]))
+    b.pointwise("add", [normed, normed], b.buffer("output", "z", "bfloat16", [rows, 256]))
+    made = _C.make_schedule(b.graph, _C.Target("cuda", 90, 132, 232448, polled=True))
+    _C.validate(made)
+    assert [node.task for node in made.graph.nodes].count("rms_norm") == times
+    jobs = [{job.cut.kernel: len(job.prologue) for job in phase.jobs} for phase in made.phases]
+    if times == 2:
+        assert jobs == [{"row": 0, "linear.vector" if rows == 1 else "linear.rows": 1}, {"pointwise": 0}]
