@@ -18,14 +18,15 @@ import torch_mpk
 from torch_mpk.generate import rewind
 from torch_mpk.profile import kernel_times, record
 from torch_mpk.testing.decode import bytes_read, chosen_experts, prefill
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
 from torch_mpk.testing.quantized import quantize_linears
 
 
 @torch.inference_mode()
 def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     config = CONFIGS[name]()
-    config.num_hidden_layers = args.layers or config.num_hidden_layers
+    if args.layers:
+        keep_layers(config, args.layers)
     with alone():
         model = random_model(config, "cuda")
         if args.weights != "bf16":

@@ -34,7 +34,7 @@ from torch_mpk.patterns import apply
 from torch_mpk.profile import record
 from torch_mpk.runtime.segment import live_segments
 from torch_mpk.testing.decode import prefill
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
 from torch_mpk.testing.zoo import MODELS, Decoder
 
 H200 = _C.Target("cuda", 90, 132, 232448, True, True)
@@ -84,9 +84,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         model = MODELS[name].make().to(torch_device, torch.bfloat16)
     else:
         config = CONFIGS[name]()
-        config.num_hidden_layers = min(case["layers"], config.num_hidden_layers)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: config.num_hidden_layers]
+        keep_layers(config, case["layers"])
         model = random_model(config, torch_device)
     size = batch, case["position"] if is_decode else tokens
     ids = torch.randint(model.config.vocab_size, size, generator=torch.Generator().manual_seed(1)).to(torch_device)
@@ -109,9 +107,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 def planned(case: dict[str, Any]) -> dict[str, Any]:
     """The same schedules, from models without memory."""
     config = CONFIGS[case["model"]]()
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
+    keep_layers(config, 1)
     model = random_model(config, "meta")
     length = (case["position"] or case["tokens"]) + 8
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -37,7 +37,7 @@ from torch_mpk import _C
 from torch_mpk.generate import rewind
 from torch_mpk.testing.bench import summary
 from torch_mpk.testing.decode import Step, bytes_read, chosen_experts, prefill
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
 
 BASELINES: dict[str, Callable[[PreTrainedModel], Step]] = {
     "eager": lambda model: model,
@@ -103,9 +103,7 @@ def wait_for_huge_pages(limit_s: float = 120) -> float:
 def make_model(case: dict[str, Any]) -> torch.nn.Module:
     config = CONFIGS[case["model"]]()
     if case["layers"]:
-        config.num_hidden_layers = case["layers"]
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: case["layers"]]
+        keep_layers(config, case["layers"])
     return random_model(config, "cpu", getattr(torch, case["dtype"]))
 
 

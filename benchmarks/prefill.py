@@ -35,7 +35,7 @@ from torch_mpk.generate import rewind
 from torch_mpk.testing.bench import summary
 from torch_mpk.testing.decode import Step
 from torch_mpk.testing.decode import prefill as fill
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
 from torch_mpk.testing.quantized import quantize_linears
 
 IS_CUDA = torch.cuda.is_available()
@@ -74,8 +74,11 @@ def time_on_gpu(step: Step, ids: Tensor, cache: StaticCache, rounds: int) -> tup
 @torch.inference_mode()
 def measure_on_gpu(case: dict[str, Any]) -> list[Result]:
     batch, tokens = case["batch"], case["tokens"]
+    config = CONFIGS[case["model"]]()
+    if case["layers"]:
+        keep_layers(config, case["layers"])
     with alone():
-        model = random_model(CONFIGS[case["model"]](), "cuda", getattr(torch, case["dtype"]))
+        model = random_model(config, "cuda", getattr(torch, case["dtype"]))
         quantise(model, case["weights"])
         ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(1)).cuda()
         cache: StaticCache = fill(model, ids, tokens + 128)[0]

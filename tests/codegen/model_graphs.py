@@ -13,7 +13,7 @@ from torch_mpk import _C, lowering
 from torch_mpk.capture.graph import capture
 from torch_mpk.dispatch.buckets import Numbers, Prompt
 from torch_mpk.patterns import apply
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
 
 
 @torch.inference_mode()
@@ -40,7 +40,7 @@ def graph_of_a_prompt(name: str, batch: int, length: int, is_bucket: bool = Fals
     """Of a prompt of ``length``, or of any in a bucket of it, for an empty cache, by a model of ``CONFIGS`` with one
     layer. It takes no memory for weights."""
     config = CONFIGS[name]()
-    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    keep_layers(config, 1)
     model = random_model(config, "meta")
     cache = StaticCache(config=config, max_cache_len=2 * length)
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)

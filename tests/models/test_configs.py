@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from tests.thinned import thinned
 from torch_mpk.testing.decode import copy_cache, decode_logits, in_float32, prefill
-from torch_mpk.testing.models import CONFIGS, random_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
 
 # As the model cards say; shared embeddings count once.
 MILLIONS_OF_PARAMETERS = {
@@ -47,9 +48,8 @@ def test_a_layer_with_the_model_s_head_size_is_one_segment(name: str) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     config.num_attention_heads, config.num_key_value_heads = 2, min(2, config.num_key_value_heads)
     config.hidden_size, config.intermediate_size, config.vocab_size = 2 * head_dim, 160, 97
-    config.num_hidden_layers, config.pad_token_id, config.initializer_range = 1, None, 0.2
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
+    config.pad_token_id, config.initializer_range = None, 0.2
+    keep_layers(config, 1)
     model = random_model(config, "cpu", torch.float32)
     step = torch.compile(model, backend="mpk", options={"fallback": "error"})
     tokens = torch.randint(97, (2, 9))
@@ -62,8 +62,8 @@ def test_all_heads_of_gpt_oss_over_a_long_cache_are_one_segment() -> None:
     """Attention that is no task would be more multiplications than a plain sum may be."""
     config = CONFIGS["gpt-oss-20b"]()
     config.hidden_size, config.intermediate_size, config.vocab_size, config.num_local_experts = 64, 32, 97, 4
-    config.num_hidden_layers, config.layer_types, config.pad_token_id = 2, config.layer_types[:2], None
-    config.initializer_range, config.sliding_window = 0.2, 8
+    config.initializer_range, config.sliding_window, config.pad_token_id = 0.2, 8, None
+    keep_layers(config, 2)
     model = random_model(config, "cpu", torch.float32)
     for layer in model.model.layers:
         layer.self_attn.sinks.data.normal_()
@@ -77,8 +77,8 @@ def test_all_heads_of_gpt_oss_over_a_long_cache_are_one_segment() -> None:
 def test_a_model_in_float32_is_what_a_copy_would_be() -> None:
     config = CONFIGS["gpt-oss-20b"]()
     config.hidden_size, config.intermediate_size, config.vocab_size = 64, 32, 97
-    config.num_hidden_layers, config.layer_types, config.pad_token_id = 2, config.layer_types[:2], None
-    config.sliding_window = 8
+    config.sliding_window, config.pad_token_id = 8, None
+    keep_layers(config, 2)
     model, tokens = random_model(config, "cpu"), torch.randint(97, (2, 9))
     cache, _ = prefill(model, tokens[:, :6], 16)
     expected = decode_logits(copy.deepcopy(model).float(), copy_cache(cache, config, torch.float32), tokens[:, 6:])
@@ -86,3 +86,13 @@ def test_a_model_in_float32_is_what_a_copy_would_be() -> None:
     with in_float32(model):
         assert torch.equal(decode_logits(model, copy_cache(cache, config, torch.float32), tokens[:, 6:]), expected)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "gpt-oss-20b"])
+def test_the_first_layers_of_a_model_are_all_that_its_cache_has(name: str) -> None:
+    config, whole = CONFIGS[name](), CONFIGS[name]()
+    keep_layers(config, 3)
+    assert (config.num_hidden_layers, config.layer_types) == (3, whole.layer_types[:3])
+    assert len(StaticCache(config=config, max_cache_len=16).layers) == 3
+    keep_layers(whole, 1000)
+    assert whole.to_dict() == CONFIGS[name]().to_dict()

@@ -271,6 +271,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+def keep_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    """Cuts a configuration to its first layers, with each of its lists that has an entry for every layer."""
+    for name, each in list(vars(config).items()):
+        if isinstance(each, list) and len(each) == config.num_hidden_layers:
+            setattr(config, name, each[:num_layers])
+    config.num_hidden_layers = min(num_layers, config.num_hidden_layers)
+
+
 def random_model(
     config: PreTrainedConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> PreTrainedModel:
