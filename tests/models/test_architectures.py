@@ -21,6 +21,10 @@ def launches_of(folder: Path) -> int:
     return sum(path.read_text().count(" (ours)\n") for path in folder.glob("*/3.segments.txt"))
 
 
+def attention_tasks_of(folder: Path) -> int:
+    return sum(path.read_text().count("tasks_attention_attention(") for path in folder.glob("*/2.tasks.txt"))
+
+
 def test_the_page_lists_every_model():
     assert list(LAUNCHES) == list(MODELS)
 
@@ -52,6 +56,9 @@ def test_decode_equals_eager(device, name, batch, tmp_path, monkeypatch):
             assert_close(ours.step(step, token), eager.step(model, token))
             if i == 0 and device.type == "cpu":
                 assert launches_of(tmp_path) == LAUNCHES[name]
+                if name != "GPT-J":  # which divides its scores, in float32
+                    attending = [each for each in ours.cache.layers if getattr(each, "keys", None) is not None]
+                    assert attention_tasks_of(tmp_path) == len(attending), "sums, which larger models are too large for"
     for actual, expected in zip(ours.state(), eager.state(), strict=True):
         assert_close(actual, expected)
 

@@ -134,6 +134,28 @@ def test_heads_that_are_not_grouped():
     assert the_attention(gm)["scale"] == D**-0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        lambda q, k, v: torch.softmax(q @ k.transpose(2, 3) * 0.3, -1, dtype=torch.float32).to(q.dtype) @ v,
+    ],
+)
+def test_one_key_head_that_is_broadcast(attend, dtype):
+    """As Falcon's. PyTorch has another kernel for it, with another order of sums."""
+
+    def function(q, k_new, v_new, k, v, slot):
+        k.index_copy_(2, slot, k_new)
+        v.index_copy_(2, slot, v_new)
+        return (attend(q, k, v),)
+
+    shapes = [(B, H, 1, D), *[(B, 1, 1, D)] * 2, *[(B, 1, L, D)] * 2]
+    args = *(torch.randn(shape).to(dtype) for shape in shapes), torch.tensor([3])
+    gm = rewritten(function, *args, tolerance=4 * torch.finfo(dtype).eps)
+    assert {"k_new", "v_new", "slot"} <= the_attention(gm).keys()
+
+
 def test_a_cache_that_is_only_read():
     call = the_attention(rewritten(lambda q, k, v: (sdpa(q, k, v),), *inputs()[:1], *inputs()[3:5]))
     assert call.keys() == {"q", "k_cache", "v_cache", "scale", "style", "softcap"}

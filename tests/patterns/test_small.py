@@ -213,6 +213,7 @@ def test_rope_takes_what_rotates_of_whole_heads():
         (lambda x, w, b: (F.linear(x, w, b),), 1),
         (lambda x, w, b: (F.linear(x[0, 0], w, b),), 1),
         (lambda x, w, b: (x @ w.t(),), 1),
+        (lambda x, w, b: (x @ w.T,), 1),
         (lambda x, w, b: (torch.mm(x[0], w.transpose(0, 1)),), 1),
         (lambda x, w, b: (torch.addmm(b, x[0], w.t()),), 1),
         (lambda x, w, b: (torch.addmm(b, x[0], w.t(), alpha=2),), 0),

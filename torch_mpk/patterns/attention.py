@@ -2,7 +2,8 @@
 
 Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention, whose scores a
 hyperbolic tangent may cap, and whose heads may have a sink, a score beside those of the keys. Grouped heads may be
-repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``. Values may have another size
+repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``, and a single one to
+broadcasting. Values may have another size
 than keys.
 """
 
@@ -158,7 +159,7 @@ def _attention(
     if shape(k_cache)[:3] != shape(v_cache)[:3] or heads % shape(k_cache)[1]:
         return None
     is_grouped_by_op = style == "sdpa" and argument(node, "enable_gqa")
-    if shape(k)[1] != heads and not is_grouped_by_op:
+    if shape(k)[1] not in (1, heads) and not is_grouped_by_op:  # one is that of all
         return None
     visible: tuple[fx.Node | None, fx.Node | None] | None = (None, None)
     if style == "sdpa" and argument(node, "is_causal"):

@@ -32,7 +32,7 @@ def addmm(rw: Rewriter, node: fx.Node) -> fx.Node | None:
 def _transposed_linear(
     rw: Rewriter, node: fx.Node, x: fx.Node, transposed: fx.Node, bias: fx.Node | None
 ) -> fx.Node | None:
-    if not is_call(transposed, aten.t.default, aten.transpose.int) or len(shape(transposed)) != 2:
+    if not is_call(transposed, aten.t.default, aten.numpy_T.default, aten.transpose.int) or len(shape(transposed)) != 2:
         return None
     rw.see(transposed)
     return _linear(rw, node, x, transposed.args[0], bias)
