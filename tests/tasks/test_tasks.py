@@ -71,6 +71,13 @@ def attention(q, k_new, v_new, slot, k_cache, v_cache, mask, limit, sinks, scale
     return y
 
 
+def latent_attention(q, q_rope, latent, rope, mask, limit, scale):
+    """Every head has the same keys, of which the first elements are its values."""
+    keys = torch.cat((latent, rope), -1)
+    own = torch.cat((q, q_rope), -1), None, None, None, keys, latent
+    return attention(*own, mask, limit, None, scale, "sdpa", 0.0)
+
+
 def prefill_attention(q, k, v, mask, limit, sinks, scale, style, softcap):
     y = q.new_empty((*q.shape[:3], v.shape[3]))
     for s in range(q.shape[1]):

@@ -273,6 +273,36 @@ class TaskLayers:
         block_dim: Dim3 = ...,
     ) -> None: ...
     @overload
+    def latent_attention_layer(
+        self,
+        *,
+        q: GlobalTensor,
+        q_rope: GlobalTensor,
+        latent: GlobalTensor,
+        rope: GlobalTensor,
+        mask: GlobalTensor | None = ...,
+        limit: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        scale: float,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def latent_attention_layer(
+        self,
+        input: GlobalTensor,
+        q_rope: GlobalTensor,
+        latent: GlobalTensor,
+        rope: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        mask: GlobalTensor | None = ...,
+        limit: GlobalTensor | None = ...,
+        scale: float,
+    ) -> GlobalTensor: ...
+    @overload
     def linear_layer(
         self,
         *,

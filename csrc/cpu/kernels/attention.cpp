@@ -15,18 +15,23 @@ template <class C>
 class Attention : public AttentionKernel<C> {
  public:
   Attention(const Node& node, const Microkernels& microkernels)
-      : AttentionKernel<C>(node, microkernels, node.operand("k_cache"), node.operand("v_cache"),
-                           node.operand("k_cache").tensor.shape[1], node.operand("k_cache").tensor.shape[2],
-                           node.operand("k_cache").tensor.shape[0] * node.operand("k_cache").tensor.shape[1]) {
+      : Attention(node, microkernels, node.operand("k_cache"), node.operand("v_cache")) {
+    const std::string style = node.string_attr("style");
+    if (style != "sdpa" && style != "eager") fail(node, "style is '" + style + "', expected 'sdpa' or 'eager'");
+    this->without_keys_ = style == "sdpa" ? C(0) : std::numeric_limits<C>::quiet_NaN();
+  }
+
+ protected:
+  Attention(const Node& node, const Microkernels& microkernels, const Operand& keys, const Operand& values,
+            const Operand* q_rest = nullptr, const Operand* k_rest = nullptr)
+      : AttentionKernel<C>(node, microkernels, keys, values, keys.tensor.shape[1], keys.tensor.shape[2],
+                           keys.tensor.shape[0] * keys.tensor.shape[1], q_rest, k_rest) {
     const Operand *slot = node.find("slot"), *mask = node.find("mask"), *limit = node.find("limit");
     if (static_cast<bool>(this->k_new_) != (slot != nullptr) || static_cast<bool>(this->v_new_) != (slot != nullptr))
       fail(node, "expected all of k_new, v_new and slot, or none of them");
     for (const Operand* o : {slot, limit})
       if (o != nullptr && o->tensor.dtype != DType::kI64)
         fail(node, o->name + " is " + info(o->tensor.dtype).name + ", expected int64");
-    const std::string style = node.string_attr("style");
-    if (style != "sdpa" && style != "eager") fail(node, "style is '" + style + "', expected 'sdpa' or 'eager'");
-    this->without_keys_ = style == "sdpa" ? C(0) : std::numeric_limits<C>::quiet_NaN();
     if (slot != nullptr) slot_ = Place(slot->tensor);
     if (mask != nullptr) {
       mask_dtype_ = mask->tensor.dtype;
@@ -160,12 +165,23 @@ class Attention : public AttentionKernel<C> {
   Place slot_;
 };
 
+// Latents are keys and values of all heads; the rest of a key is rotated.
+template <class C>
+class LatentAttention : public Attention<C> {
+ public:
+  LatentAttention(const Node& node, const Microkernels& microkernels)
+      : Attention<C>(node, microkernels, node.operand("latent"), node.operand("latent"), &node.operand("q_rope"),
+                     &node.operand("rope")) {}
+};
+
+template <template <class> class K>
 std::unique_ptr<Kernel> make(const Node& node, const Microkernels& microkernels) {
-  if (node.operand("q").tensor.dtype == DType::kF64) return std::make_unique<Attention<double>>(node, microkernels);
-  return std::make_unique<Attention<float>>(node, microkernels);
+  if (node.operand("q").tensor.dtype == DType::kF64) return std::make_unique<K<double>>(node, microkernels);
+  return std::make_unique<K<float>>(node, microkernels);
 }
 
-[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("attention", make);
+[[maybe_unused]] const bool kRegistered = KernelRegistry::global().add("attention", make<Attention>) &&
+                                          KernelRegistry::global().add("latent_attention", make<LatentAttention>);
 
 }  // namespace
 }  // namespace mpk::cpu

@@ -56,9 +56,11 @@ class AttentionKernel : public Kernel {
 
  protected:
   // `keys` and `values`: the cache, with `groups` key heads and room for `capacity` positions of a row. Positions are
-  // split as if there were `key_heads` key heads, to keep threads busy.
+  // split as if there were `key_heads` key heads, to keep threads busy. `q_rest` and `k_rest`: of queries and keys in
+  // two parts.
   AttentionKernel(const Node& node, const Microkernels& microkernels, const Operand& keys, const Operand& values,
-                  int64_t groups, int64_t capacity, int64_t key_heads)
+                  int64_t groups, int64_t capacity, int64_t key_heads, const Operand* q_rest = nullptr,
+                  const Operand* k_rest = nullptr)
       : microkernels_(microkernels),
         capacity_(capacity),
         num_groups_(groups),
@@ -67,9 +69,9 @@ class AttentionKernel : public Kernel {
     const Operand &q = node.operand("q"), &y = node.operand("y");
     const Operand *k_new = node.find("k_new"), *v_new = node.find("v_new"), *sinks = node.find("sinks");
     dtype_ = float_dtype(node, q);
-    for (const Operand* o : {&keys, &values, k_new, v_new, &y})
+    for (const Operand* o : {&keys, &values, k_new, v_new, &y, q_rest, k_rest})
       if (o != nullptr) float_dtype(node, *o, &q);
-    for (const Operand* o : {&q, &keys, &values, k_new, v_new, &y})
+    for (const Operand* o : {&q, &keys, &values, k_new, v_new, &y, q_rest, k_rest})
       if (o != nullptr) require_inner_stride(node, *o);
     const int64_t batch = q.tensor.shape[0], heads = q.tensor.shape[1];
     head_dim_ = q.tensor.shape[2], value_dim_ = values.tensor.shape.back();
@@ -80,15 +82,18 @@ class AttentionKernel : public Kernel {
     q_ = View(q.tensor), k_ = View(keys.tensor), v_ = View(values.tensor), y_ = View(y.tensor);
     if (k_new != nullptr) k_new_ = View(k_new->tensor);
     if (v_new != nullptr) v_new_ = View(v_new->tensor);
+    if (q_rest != nullptr) q_rest_ = View(q_rest->tensor), rest_dim_ = q_rest->tensor.shape[2];
+    if (k_rest != nullptr) k_rest_ = View(k_rest->tensor);
     if (sinks != nullptr) sinks_ = Sinks(node, microkernels, *sinks);
 
     padded_dim_ = round_up(value_dim_, kHeadDimPad), padded_keys_ = round_up(head_dim_, kHeadDimPad);
     state_size_ = round_up(heads_per_group_ * (padded_dim_ + 2), 16);  // acc, max, sum
     num_units_ = batch * groups * num_splits_;
     partials_.resize(num_units_ * state_size_);
-    unit_cost_ =
-        static_cast<double>(capacity) / num_splits_ * (head_dim_ + value_dim_) * size_bytes(dtype_) / kBytesPerNs;
-    q_bytes_ = round_up(heads_per_group_ * padded_keys_ * static_cast<int64_t>(sizeof(C)), 64);
+    const int64_t read = head_dim_ + rest_dim_ + value_dim_;
+    unit_cost_ = static_cast<double>(capacity) / num_splits_ * read * size_bytes(dtype_) / kBytesPerNs;
+    padded_rest_ = round_up(rest_dim_, kHeadDimPad);
+    q_bytes_ = round_up(heads_per_group_ * (padded_keys_ + padded_rest_) * static_cast<int64_t>(sizeof(C)), 64);
     tile_bytes_ = heads_per_group_ * kAttentionTile * static_cast<int64_t>(sizeof(C));
     scratch_bytes_ = q_bytes_ + 2 * tile_bytes_;
   }
@@ -118,9 +123,9 @@ class AttentionKernel : public Kernel {
 
   const Microkernels& microkernels_;
   DType dtype_;
-  View q_, k_, v_, k_new_, v_new_, y_;
+  View q_, k_, v_, k_new_, v_new_, y_, q_rest_, k_rest_;
   Sinks sinks_;
-  int64_t capacity_, num_groups_, heads_per_group_, head_dim_, value_dim_;
+  int64_t capacity_, num_groups_, heads_per_group_, head_dim_, value_dim_, rest_dim_ = 0;
   double scale_, softcap_;
   C without_keys_ = 0;  // result of a head that attends to nothing
 
@@ -158,21 +163,32 @@ class AttentionKernel : public Kernel {
     const Range range{b, g, split * length, std::min(live, (split + 1) * length), live};
     if (range.begin >= range.end) return;
 
-    C* q = reinterpret_cast<C*>(scratch);
-    for (int64_t h = 0; h < heads_per_group_; h++) {
-      C* row = q + h * padded_keys_;
-      microkernels_.load_of(dtype_)(q_.at(frame, b, g * heads_per_group_ + h), 1, row, static_cast<int>(head_dim_));
-      std::fill(row + head_dim_, row + padded_keys_, C(0));
-    }
+    C *q = reinterpret_cast<C*>(scratch), *q_rest = q + heads_per_group_ * padded_keys_;
+    load_queries(frame, b, g, q_, head_dim_, q);
+    if (q_rest_) load_queries(frame, b, g, q_rest_, rest_dim_, q_rest);
     AttentionTileArgs args = {};
     args.k_stride = k_.strides[2], args.v_stride = v_.strides[2];
     args.q = q;
+    if (k_rest_) {
+      args.k_rest = k_rest_.at(frame, b, g), args.k_rest_stride = k_rest_.strides[2];
+      args.q_rest = q_rest, args.rest_dim = rest_dim_;
+    }
     args.num_heads = static_cast<int>(heads_per_group_);
     args.head_dim = head_dim_, args.value_dim = value_dim_;
     args.scale = scale_, args.softcap = softcap_;
     args.max = s.max, args.sum = s.sum, args.acc = s.acc;
     args.scores = scratch + q_bytes_;
     attend_to(frame, range, args, reinterpret_cast<C*>(scratch + q_bytes_ + tile_bytes_));
+  }
+
+  // Loads the rows of a key head's queries, padded with zeros.
+  void load_queries(const Frame& frame, int64_t b, int64_t g, const View& from, int64_t size, C* to) const {
+    const int64_t padded = round_up(size, kHeadDimPad);
+    for (int64_t h = 0; h < heads_per_group_; h++) {
+      C* row = to + h * padded;
+      microkernels_.load_of(dtype_)(from.at(frame, b, g * heads_per_group_ + h), 1, row, static_cast<int>(size));
+      std::fill(row + size, row + padded, C(0));
+    }
   }
 
   // Merges the ranges of a key head by their common maximum, and writes its heads' rows.
@@ -202,7 +218,7 @@ class AttentionKernel : public Kernel {
 
   int64_t num_splits_;
   Arrivals arrivals_;
-  int64_t padded_dim_, padded_keys_, state_size_, q_bytes_, tile_bytes_;
+  int64_t padded_dim_, padded_keys_, padded_rest_, state_size_, q_bytes_, tile_bytes_;
   std::vector<C> partials_;
 };
 

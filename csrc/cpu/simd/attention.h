@@ -1,11 +1,11 @@
 // One tile of the online softmax of a decode step: a few query heads share the rows of one key head.
 #pragma once
 
-// Dot products of one key row with kHeads queries.
+MPK_INLINE int64_t padded_dim(int64_t dim) { return (dim + kHeadDimPad - 1) / kHeadDimPad * kHeadDimPad; }
+
+// Adds up the products of one key row, or of a part of it, and kHeads queries.
 template <class T, int kHeads>
-MPK_INLINE void score_row(const T* k, const float* q, int64_t q_stride, int64_t head_dim, float* out) {
-  vf acc[kHeads];
-  for (int h = 0; h < kHeads; h++) acc[h] = vf{};
+MPK_INLINE void multiply_row(const T* k, const float* q, int64_t q_stride, int64_t head_dim, vf (&acc)[kHeads]) {
   int64_t d = 0;
   for (; d + kLanes <= head_dim; d += kLanes) {
     const vf row = load_vec(k + d);
@@ -15,6 +15,20 @@ MPK_INLINE void score_row(const T* k, const float* q, int64_t q_stride, int64_t 
     const vf row = load_vec_partial(k + d, head_dim - d);
     for (int h = 0; h < kHeads; h++) acc[h] = vec_fma(row, load_vec(q + h * q_stride + d), acc[h]);
   }
+}
+
+// Dot products of the key row of a position with kHeads queries, from head `first` on.
+template <class T, int kHeads>
+MPK_INLINE void score_row(const AttentionTileArgs& a, int first, int64_t position, float* out) {
+  const int64_t q_stride = padded_dim(a.head_dim), rest_stride = padded_dim(a.rest_dim);
+  const float *q = static_cast<const float*>(a.q), *q_rest = static_cast<const float*>(a.q_rest);
+  vf acc[kHeads];
+  for (int h = 0; h < kHeads; h++) acc[h] = vf{};
+  multiply_row<T, kHeads>(reinterpret_cast<const T*>(a.k + position * a.k_stride), q + first * q_stride, q_stride,
+                          a.head_dim, acc);
+  if (a.rest_dim > 0)
+    multiply_row<T, kHeads>(reinterpret_cast<const T*>(a.k_rest + position * a.k_rest_stride),
+                            q_rest + first * rest_stride, rest_stride, a.rest_dim, acc);
   for (int h = 0; h < kHeads; h++) out[h * kAttentionTile] = sum_lanes(acc[h]);
 }
 
@@ -36,8 +50,6 @@ MPK_INLINE void add_values(const AttentionTileArgs& a, const float* p, float* ac
     for (int h = 0; h < kHeads; h++) *reinterpret_cast<vf_unaligned*>(acc + h * acc_stride + d) = sum[h];
   }
 }
-
-MPK_INLINE int64_t padded_dim(int64_t dim) { return (dim + kHeadDimPad - 1) / kHeadDimPad * kHeadDimPad; }
 
 // Keeps scores between -softcap and softcap.
 template <class C>
@@ -90,16 +102,14 @@ constexpr int kHeadsPerPass = 4;
 
 template <class T, int kHeads>
 void attention_pass(const AttentionTileArgs& a, int first) {
-  const int64_t stride = padded_dim(a.value_dim), q_stride = padded_dim(a.head_dim);
-  const float* q = static_cast<const float*>(a.q) + first * q_stride;
+  const int64_t stride = padded_dim(a.value_dim);
   float* scores = static_cast<float*>(a.scores) + first * kAttentionTile;
   float* acc = static_cast<float*>(a.acc) + first * stride;
   for (int i = 0; i < a.num_positions; i++) {
     const uint8_t* v = a.v + a.positions[i] * a.v_stride;
     for (int64_t byte = 0; byte < a.value_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
       __builtin_prefetch(v + byte);
-    score_row<T, kHeads>(reinterpret_cast<const T*>(a.k + a.positions[i] * a.k_stride), q, q_stride, a.head_dim,
-                         scores + i);
+    score_row<T, kHeads>(a, first, a.positions[i], scores + i);
   }
   for (int h = 0; h < kHeads; h++) {
     const float factor = softmax_step<float>(a, first + h, scores + h * kAttentionTile);
@@ -132,12 +142,15 @@ void attention_tile_f64(const AttentionTileArgs& a) {
   const int64_t stride = padded_dim(a.value_dim);
   for (int h = 0; h < a.num_heads; h++) {
     const double* q = static_cast<const double*>(a.q) + h * padded_dim(a.head_dim);
+    const double* q_rest = static_cast<const double*>(a.q_rest) + h * padded_dim(a.rest_dim);
     double* scores = static_cast<double*>(a.scores) + h * kAttentionTile;
     double* acc = static_cast<double*>(a.acc) + h * stride;
     for (int i = 0; i < a.num_positions; i++) {
       const double* k = reinterpret_cast<const double*>(a.k + a.positions[i] * a.k_stride);
       scores[i] = 0;
       for (int64_t d = 0; d < a.head_dim; d++) scores[i] += q[d] * k[d];
+      const double* k_rest = reinterpret_cast<const double*>(a.k_rest + a.positions[i] * a.k_rest_stride);
+      for (int64_t d = 0; d < a.rest_dim; d++) scores[i] += q_rest[d] * k_rest[d];
     }
     const double factor = softmax_step<double>(a, h, scores);
     for (int64_t d = 0; d < a.value_dim; d++) acc[d] *= factor;

@@ -2,6 +2,7 @@
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
 #include "../../schedule/refusals.h"
+#include "scores.h"
 #include "split_kv_writer.h"
 
 namespace mpk {
@@ -14,7 +15,6 @@ class CacheWriter : public AttentionWriter {
   explicit CacheWriter(const JobPlace& place)
       : AttentionWriter(place, "k_cache", "v_cache", "Attention"),
         slot_(node_.find("slot")),
-        mask_(node_.find("mask")),
         limit_(node_.find("limit")) {}
 
  private:
@@ -34,19 +34,10 @@ class CacheWriter : public AttentionWriter {
     for (const Operand* cache : {&keys_, &values_})
       code_.body += returning("T*", cache->name + "(const Job& job, uint32_t b, uint32_t g)",
                               refs_.pointer(node_, cache->tensor, true) + element_at(cache->tensor, {"b", "g"}));
-    write_mask();
+    code_.body += mask_of_position(refs_, node_);
   }
 
-  void write_mask() {
-    if (!mask_) return;
-    const Tensor& m = mask_->tensor;
-    const std::string pointer = refs_.pointer(node_, m);
-    const std::string at = pointer + "[" + element_at(m, {"b", "h", "position"}).substr(3) + "]";
-    code_.body += returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
-                            m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
-  }
-
-  const Operand *slot_, *mask_, *limit_;  // null where absent
+  const Operand *slot_, *limit_;  // null where absent
 };
 
 class Attention : public SplitKvKernel {

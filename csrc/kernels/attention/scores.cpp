@@ -30,4 +30,14 @@ std::string scores(Refs& refs, const Node& node, bool zero_without_keys) {
                           "to_float(*(" + refs.pointer(node, sinks->tensor) + element_at(sinks->tensor, {"h"}) + "))");
 }
 
+std::string mask_of_position(Refs& refs, const Node& node) {
+  const Operand* mask = node.find("mask");
+  if (mask == nullptr) return "";
+  const Tensor& m = mask->tensor;
+  const std::string pointer = refs.pointer(node, m);
+  const std::string at = pointer + "[" + element_at(m, {"b", "h", "position"}).substr(3) + "]";
+  return returning("float", "mask(const Job& job, uint32_t b, uint32_t h, uint32_t position)",
+                   m.dtype == DType::kBool ? at + " ? 0.0f : -infinity()" : "to_float(" + at + ")");
+}
+
 }  // namespace mpk::codegen

@@ -14,4 +14,7 @@ std::optional<std::string> refuses_scores(const Node& node);
 
 std::string scores(Refs& refs, const Node& node, bool zero_without_keys);
 
+// The member that gives the mask of row b, head h and a position, as a number to add; nothing without a mask.
+std::string mask_of_position(Refs& refs, const Node& node);
+
 }  // namespace mpk::codegen

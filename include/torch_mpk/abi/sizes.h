@@ -82,6 +82,18 @@ constexpr int boxed_row_bytes(int row_bytes) { return (row_bytes + 127) / 128 * 
 constexpr bool keeps_queries(int size, int value_size) { return size / 4 + value_size / 2 <= 144; }
 constexpr int queries_bytes(int size) { return kWarpRows * key_row_pitch(2 * size); }
 
+// Attention over latents: the warps that multiply, each 64 columns of latents; the positions of a tile of splits; tiles
+// in shared memory, of `positions` positions each. Bytes of shared memory: tiles, queries of kWarpRows heads, scores of
+// parts of keys, weights, and three floats for each head. Bytes of a split's results: two tagged floats of each head,
+// and its latent.
+inline constexpr int kLatentWarps = 8, kLatentColumns = 64, kLatentTile = 8, kLatentStages = 2;
+constexpr int latent_bytes(int size, int rope, int positions) {
+  const int parts = kLatentWarps * kLatentTile / positions;
+  return (kLatentStages * positions + kWarpRows) * key_row_pitch(2 * (size + rope)) +
+         kWarpRows * (parts * (positions + 8) * 4 + key_row_pitch(2 * positions) + 3 * 4);
+}
+constexpr int64_t latent_split_bytes(int64_t size) { return kWarpRows * (2 + size) * kTaggedFloatBytes; }
+
 // Boxes: kBoxColumns columns of some rows of a matrix. A row of a box fills the copy engine's 128-byte swizzle, which
 // repeats after kBoxAlignment bytes.
 inline constexpr int kBoxColumns = 64, kBoxRowBytes = 128, kBoxAlignment = 1024;

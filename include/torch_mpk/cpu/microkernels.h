@@ -95,6 +95,11 @@ struct AttentionTileArgs {
   const void* q;     // C [num_heads, padded head_dim]
   int num_heads;
   int64_t head_dim, value_dim;
+  // The rest of keys and of queries, where keys lie in two parts; rest_dim is 0 where they do not.
+  const uint8_t* k_rest;
+  int64_t k_rest_stride;
+  const void* q_rest;  // C [num_heads, padded rest_dim]
+  int64_t rest_dim;
   double scale;
   double softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
   void* max;       // C [num_heads]: running maximum of the scores; -inf before the first live key
