@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,20 @@ def test_recurrent_layers(name: str, batch: int) -> None:
 @pytest.mark.parametrize(("name", "batch"), thinned([("Qwen3-MoE", 3), ("gpt-oss", 1), ("GLM-4-MoE", 2)], 0))
 def test_experts(name: str, batch: int) -> None:
     check_steps(step_of(name, batch))
+
+
+@pytest.mark.parametrize(("name", "batch"), thinned([("DeepSeek-V2", 3), ("DeepSeek-V3", 1)], 1))
+def test_latents(name: str, batch: int) -> None:
+    """Of sizes that tensor cores take."""
+    model = MODELS[name]
+    assert isinstance(model, Decoder)
+    config = {**model.config, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16}
+    config |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "num_hidden_layers": 1}
+    wide = dataclasses.replace(model, config=config)
+    schedule = check_steps(functools.partial(see_graphs, wide, batch=batch, dtype=torch.bfloat16))
+    kernels = [job.cut.kernel for phase in schedule.phases for job in phase.jobs]
+    assert kernels.count("latent_attention.split_kv") == 1
+    assert kernels.count("expert_linear.rows") == 2
 
 
 def step_of(name: str, batch: int) -> SeeStep:
