@@ -84,6 +84,26 @@ def test_products(shape: tuple[int, ...], form: Form, name: str) -> None:
         assert not made[~valid].any()
 
 
+@pytest.mark.parametrize("is_transposed", thinned([False, True], 0))
+def test_other_rows_between_those_of_experts(is_transposed: bool) -> None:
+    """As of a projection whose rows for keys and for values are a head's, multiplied by themselves."""
+    x, wide = torch.randn(3, 5, 64).bfloat16(), torch.randn(5, 80, 128).bfloat16()
+    ids = torch.arange(5).expand(3, 5).contiguous()
+
+    def form(x: torch.Tensor, ids: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        if is_transposed:
+            return torch.ops.mpk.expert_linear(x, ids, None, wide[:, 16:])
+        return torch.ops.mpk.expert_linear(x, ids, wide.view(5, 160, 64)[:, 16:64])
+
+    operands = in_place([x, ids, wide])
+    lowered = lowered_call(form, operands)
+    kernel = emulate(lowered.graph)
+    assert kernel_of(kernel.schedule) == BOXES
+    [made] = fresh(lowered)
+    kernel.launch(operands, [made], order="shuffled", jitter=3)
+    torch.testing.assert_close(made, form(x, ids, wide), rtol=8e-3, atol=2e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [product, transposed])
 def test_prompts(form: Form) -> None:

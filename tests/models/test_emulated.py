@@ -61,7 +61,7 @@ def test_experts(name: str, batch: int) -> None:
     check_steps(step_of(name, batch))
 
 
-@pytest.mark.parametrize(("name", "batch"), thinned([("DeepSeek-V2", 3), ("DeepSeek-V3", 1)], 1))
+@pytest.mark.parametrize(("name", "batch"), thinned([("DeepSeek-V2", 3), ("DeepSeek-V3", 1)]))
 def test_latents(name: str, batch: int) -> None:
     """Of sizes that tensor cores take."""
     model = MODELS[name]
@@ -72,7 +72,7 @@ def test_latents(name: str, batch: int) -> None:
     schedule = check_steps(functools.partial(see_graphs, wide, batch=batch, dtype=torch.bfloat16))
     kernels = [job.cut.kernel for phase in schedule.phases for job in phase.jobs]
     assert kernels.count("latent_attention.split_kv") == 1
-    assert kernels.count("expert_linear.rows") == 2
+    assert kernels.count("expert_linear.boxes") == 2
 
 
 def step_of(name: str, batch: int) -> SeeStep:

@@ -58,7 +58,7 @@ int64_t Experts::list_bytes(const Schedule& schedule) const {
 
 Tensor Experts::stacked() const {
   Tensor all = weight;
-  all.shape = {experts * weight.shape[1], weight.shape[2]};
+  all.shape = {(experts - 1) * (weight.strides[0] / weight.strides[1]) + weight.shape[1], weight.shape[2]};
   all.strides = {weight.strides[1], 1};
   if (!format) return all;
   all.shape[1] -= all.shape[1] % (kBoxRowBytes / size_bytes(all.dtype));
@@ -164,7 +164,7 @@ std::optional<std::string> BoxedExperts::refuses(const Schedule& schedule, const
   if (!arch_of(schedule.target.arch).has_bulk_copies) return "the GPU has no copy engine for boxes";
   if (schedule.warps.all_read_entries) return "all warps of the launch read every entry of the ring";
   const Experts own(node_of(schedule, job));
-  if (own.rows % own.tile_size() != 0 || own.weight.strides[0] != own.weight.shape[1] * own.weight.strides[1])
+  if (own.rows % own.tile_size() != 0 || !own.can_be_stacked())
     return "experts' weights are not whole tiles of " + str(own.tile_size()) + " results one below the other";
   if (own.format)
     if (std::optional<std::string> why = refuses_format(*own.format)) return why;
@@ -178,8 +178,9 @@ void BoxedExperts::prove(const CutProof& proof) const {
   const int64_t slot = proof.schedule().warps.slot_bytes;
   proof.require(slot % kBoxAlignment == 0 && slot >= kExpertTileRows * kExpertEntryColumns * 2,
                 "its boxes do not fit slots of " + str(slot) + " bytes");
-  proof.require(own.rows % own.tile_size() == 0 && can_load_boxes(proof.schedule().graph, own.stacked()),
-                "its weights cannot come in boxes");
+  proof.require(
+      own.rows % own.tile_size() == 0 && own.can_be_stacked() && can_load_boxes(proof.schedule().graph, own.stacked()),
+      "its weights cannot come in boxes");
 }
 
 void BoxedExperts::add_map(JobCode& code, Refs& refs, const Node& node, const Experts& own) const {

@@ -39,7 +39,13 @@ struct Experts {
   double memory_ns(const Schedule& schedule) const;
   // Each warp keeps a list of pairs in shared memory: as many as it has sums for.
   int64_t list_bytes(const Schedule& schedule) const;
-  // The weights of all experts, stacked, in elements of 16 bits; of quantised ones, what fills lines of a box.
+  // Whether the weights of each expert begin a whole number of rows behind those of the one before.
+  bool can_be_stacked() const {
+    const int64_t expert = weight.strides[0], row = weight.strides[1];
+    return row > 0 && expert % row == 0 && expert >= weight.shape[1] * row;
+  }
+  // The weights of all experts, stacked, in elements of 16 bits; of quantised ones, what fills lines of a box. There
+  // may be other rows between those of two experts.
   Tensor stacked() const;
 };
 

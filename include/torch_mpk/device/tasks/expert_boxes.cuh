@@ -66,14 +66,23 @@ MPK_DEVICE void load_entries(L& l, const Job& job, Entry entry) {
   });
 }
 
+// Where an expert's weights begin among those of all experts.
+template <class V>
+MPK_DEVICE uint32_t first_row(uint32_t expert) {
+  if constexpr (Transposed<V>)
+    return expert * uint32_t(V::kExpertPitch / V::kDepthPitch);
+  else
+    return expert * uint32_t(V::kExpertPitch / V::kRowPitch);
+}
+
 template <class V, class L>
 MPK_DEVICE void load_boxes(L& l, const Job& job) {
   const void* map = V::map(job);
   load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t box) {
     if constexpr (Transposed<V>)
-      return Box{map, tile, expert * V::kSize + box * kBoxDepth, row / kBoxColumns, kBoxBytes};
+      return Box{map, tile, first_row<V>(expert) + box * kBoxDepth, row / kBoxColumns, kBoxBytes};
     else
-      return Box{map, tile, expert * V::kRows + row, box * kBlocksOfBox, kBoxBytes};
+      return Box{map, tile, first_row<V>(expert) + row, box * kBlocksOfBox, kBoxBytes};
   });
 }
 
@@ -81,7 +90,7 @@ template <class V, class L>
 MPK_DEVICE void load_halves(L& l, const Job& job) {
   const void* map = V::map(job);
   load_entries<V>(l, job, [&](uint32_t tile, uint32_t expert, uint32_t row, uint32_t box) {
-    const uint32_t first = expert * V::kRows, block = box * kBlocksOfBox;
+    const uint32_t first = first_row<V>(expert), block = box * kBlocksOfBox;
     return Halves{map,   tile,     first + first_weight_row<V>(row, false), first + first_weight_row<V>(row, true),
                   block, kBoxBytes};
   });

@@ -26,7 +26,7 @@ MPK_DEVICE void load_summed(L& l, const Job& job) {
       const uint32_t all = min(number, count - 1), tile = mine.begin + all / of_tile, at = all % of_tile;
       const uint32_t pass = at / turns.kOfPass, turn = at % turns.kOfPass, size = turns.tiles_of(pass);
       const uint32_t expert = chosen[pass * turns.kWarps + turn % size];
-      return Box{map, tile, expert * V::kRows + tile * kTileRows, turn / size * kBlocksOfBox, kBoxBytes};
+      return Box{map, tile, first_row<V>(expert) + tile * kTileRows, turn / size * kBlocksOfBox, kBoxBytes};
     });
   });
 }
