@@ -18,16 +18,17 @@ namespace {
 
 using namespace codegen;
 
+constexpr int64_t kFewestStages = 2;
 constexpr int kMostSize = kLatentWarps * kLatentColumns, kMostRope = 128;
 
 struct LatentFields {
-  int64_t positions = 0;    // of a tile in shared memory
+  int64_t stages = 0;       // tiles in shared memory
   int64_t split_tiles = 0;  // with several rows: the most of a split,
   int64_t few_splits = 1;   // and the splits of a long enough row, see kv_own_count
   int64_t splits = 0;       // the most of all rows
 
   static constexpr std::array<FieldOf<LatentFields>, 4> kAll = {{
-      {"positions", "kPositions", &LatentFields::positions},
+      {"stages", "kStages", &LatentFields::stages},
       {"split_tiles", "kSplitTiles", &LatentFields::split_tiles},
       {"few_splits", "kFewSplits", &LatentFields::few_splits},
       {"splits", "kSplits", &LatentFields::splits},
@@ -47,14 +48,14 @@ struct LatentSizes {
   int64_t groups() const { return divide_up(heads, kWarpRows); }
   int64_t units() const { return batch * groups(); }
   uint32_t row_tiles() const { return static_cast<uint32_t>(divide_up(length, kLatentTile)); }
-  int64_t bytes(int64_t positions) const {
-    return latent_bytes(static_cast<int>(size), static_cast<int>(rope), static_cast<int>(positions));
-  }
   // The most splits of a row with these fields, and of all rows.
   int64_t of_row(const LatentFields& own, int64_t workers) const {
     const auto num_groups = static_cast<uint32_t>(groups()), num_workers = static_cast<uint32_t>(workers);
     if (batch == 1) return kv_max_splits(num_groups, num_workers) / groups();
     return kv_own_count(row_tiles(), static_cast<uint32_t>(own.few_splits), static_cast<uint32_t>(own.split_tiles));
+  }
+  int64_t bytes(const LatentFields& own, int64_t workers) const {
+    return latent_bytes(size, rope, own.stages, of_row(own, workers));
   }
 };
 
@@ -87,7 +88,7 @@ class LatentAttention : public Kernel {
     return refuses_scores(node);
   }
 
-  // As many positions of a tile as fit.
+  // As many tiles as leave the ring half of shared memory, or else as few as its loop needs.
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override {
     constexpr int64_t kMostOfSplit = 1024;    // positions, with several rows
     constexpr int64_t kMostBytes = 64 << 20;  // of all splits' results in the workspace
@@ -95,16 +96,16 @@ class LatentAttention : public Kernel {
     const int64_t workers = schedule.target.num_workers;
     Cut cut = job.cut;
     LatentFields own;
-    own.positions = kLatentWarps * kLatentTile;
-    while (own.positions > kWarpRows && sizes.bytes(own.positions) > room(schedule)) own.positions /= 2;
-    cut.staged_bytes = sizes.bytes(own.positions);
-    if (cut.staged_bytes > room(schedule)) return {};
     own.few_splits = std::max<int64_t>(workers / sizes.units(), 1);
     own.split_tiles = kMostOfSplit / kLatentTile;
     while (sizes.of_row(own, workers) > own.few_splits &&
            sizes.of_row(own, workers) * sizes.units() * latent_split_bytes(sizes.size) > kMostBytes)
       own.split_tiles *= 2;
     own.splits = sizes.of_row(own, workers) * sizes.units();
+    own.stages = kMostLatentStages;
+    while (own.stages > kFewestStages && sizes.bytes(own, workers) > schedule.target.smem_bytes / 2) own.stages--;
+    cut.staged_bytes = sizes.bytes(own, workers);
+    if (cut.staged_bytes > room(schedule)) return {};
     cut.num_tiles = own.splits;
     cut.scratch = Scratch{own.splits * latent_split_bytes(sizes.size)};
     cut.fields = list_fields(own);
@@ -117,21 +118,16 @@ class LatentAttention : public Kernel {
     const auto own = fields_of<LatentFields>(proof.cut());
     const LatentSizes sizes(proof.first());
     const int64_t consumers = proof.schedule().warps.consumers, workers = proof.schedule().target.num_workers;
-    proof.require(own.positions == 16 || own.positions == 32 || own.positions == 64,
-                  "tiles of " + str(own.positions) + " positions are none that its warps share");
+    proof.require(own.stages >= kFewestStages && own.stages <= kMostLatentStages,
+                  str(own.stages) + " tiles in shared memory are none that its loop takes turns at");
+    proof.require(own.few_splits > 0 && own.split_tiles > 0, "a size of its splits is not positive");
     proof.require(consumers >= kLatentWarps,
                   str(kLatentWarps) + " warps multiply, but there are " + str(consumers) + " consumers");
-    proof.require(proof.cut().staged_bytes >= sizes.bytes(own.positions),
-                  "its tiles take " + str(sizes.bytes(own.positions)) + " bytes of " + str(proof.cut().staged_bytes));
-    proof.require(own.few_splits > 0 && own.split_tiles > 0, "a size of its splits is not positive");
-    const int64_t of_row = sizes.of_row(own, workers);
-    proof.require(own.splits >= of_row * sizes.units(),
-                  str(own.splits) + " splits are fewer than lengths at run time may give");
+    proof.require(proof.cut().staged_bytes >= sizes.bytes(own, workers),
+                  "its tiles take " + str(sizes.bytes(own, workers)) + " bytes of " + str(proof.cut().staged_bytes));
+    proof.require(own.splits == sizes.of_row(own, workers) * sizes.units(),
+                  str(own.splits) + " splits are not as many as lengths at run time may give");
     proof.require_scratch(own.splits * latent_split_bytes(sizes.size));
-    const int64_t tiles =
-        kLatentStages * own.positions * key_row_pitch(static_cast<int>(2 * (sizes.size + sizes.rope)));
-    proof.require(of_row * kWarpRows * 8 <= tiles,
-                  "factors of " + str(of_row) + " splits of a row do not fit the place of tiles");
     proof.require_plain_end();
   }
 

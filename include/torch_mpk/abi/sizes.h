@@ -82,15 +82,17 @@ constexpr int boxed_row_bytes(int row_bytes) { return (row_bytes + 127) / 128 * 
 constexpr bool keeps_queries(int size, int value_size) { return size / 4 + value_size / 2 <= 144; }
 constexpr int queries_bytes(int size) { return kWarpRows * key_row_pitch(2 * size); }
 
-// Attention over latents: the warps that multiply, each 64 columns of latents; the positions of a tile of splits; tiles
-// in shared memory, of `positions` positions each. Bytes of shared memory: tiles, queries of kWarpRows heads, scores of
-// parts of keys, weights, and three floats for each head. Bytes of a split's results: two tagged floats of each head,
-// and its latent.
-inline constexpr int kLatentWarps = 8, kLatentColumns = 64, kLatentTile = 8, kLatentStages = 2;
-constexpr int latent_bytes(int size, int rope, int positions) {
-  const int parts = kLatentWarps * kLatentTile / positions;
-  return (kLatentStages * positions + kWarpRows) * key_row_pitch(2 * (size + rope)) +
-         kWarpRows * (parts * (positions + 8) * 4 + key_row_pitch(2 * positions) + 3 * 4);
+// Attention over latents: the warps that multiply, each 64 columns of latents; the positions of a tile of splits; the
+// most tiles of kWarpRows positions in shared memory. Bytes of shared memory: tiles, queries of kWarpRows heads, scores
+// of parts of keys, weights, and three floats of each head; where results are merged, two floats of each head and split
+// in their place. Bytes of a split's results: two tagged floats of each head, and its latent.
+inline constexpr int kLatentWarps = 8, kLatentColumns = 64, kLatentTile = 8, kMostLatentStages = 4;
+inline constexpr int kLatentParts = kLatentWarps * 8 / kWarpRows;
+constexpr int64_t latent_bytes(int64_t size, int64_t rope, int64_t stages, int64_t row_splits) {
+  const int64_t rows = (stages + 1) * kWarpRows * key_row_pitch(static_cast<int>(2 * (size + rope)));
+  const int64_t tiles = rows + kWarpRows * (kLatentParts * (kWarpRows + 8) * 4 + key_row_pitch(2 * kWarpRows) + 3 * 4);
+  const int64_t merged = row_splits * kWarpRows * 8;
+  return tiles > merged ? tiles : merged;
 }
 constexpr int64_t latent_split_bytes(int64_t size) { return kWarpRows * (2 + size) * kTaggedFloatBytes; }
 

@@ -2,9 +2,9 @@
 // heads, softmax in fp32.
 //
 // A unit of work is 16 heads of a row, the rows of a tensor core's tile, and a split of the positions, see
-// attention_splits.cuh. A worker copies a tile of latents and rotated keys, side by side, to shared memory, while it
-// computes the one before. Warps share the positions of the products with queries, then the heads of the softmax, then
-// the columns of the products with weights, whose second factor is the same tile.
+// attention_splits.cuh. A worker copies tiles of 16 latents and rotated keys, side by side, to shared memory, some
+// ahead of the one that it computes. Warps share the positions of the products with queries, then the heads of the
+// softmax, then the columns of the products with weights, whose second factor is the same tile.
 //
 // Splits leave tagged words. Once a worker has computed all its splits, it merges a share of the results of each of
 // their units, in the order of positions. So no worker waits before it has left its own results, and no sum depends on
@@ -26,8 +26,8 @@ concept Sizes = attention::Scores<V> && requires {
   typename V::T;
   // kSize: of a latent; kRope: of a rotated key; kGroups: of heads. kTilePositions: of a tile of splits.
   requires Constants<int, V::kBatch, V::kHeads, V::kGroups, V::kSize, V::kRope, V::kLength, V::kTilePositions>;
-  // kPositions: of a tile in shared memory. For the others see attention::Sizes.
-  requires Constants<int, V::kPositions, V::kWorkers, V::kSplitTiles, V::kFewSplits, V::kSplits>;
+  // kStages: tiles in shared memory. For the others see attention::Sizes.
+  requires Constants<int, V::kStages, V::kWorkers, V::kSplitTiles, V::kFewSplits, V::kSplits>;
   requires Constants<int64_t, V::kPitchLatent, V::kPitchRope>;  // elements from position to position
 };
 
@@ -49,12 +49,11 @@ concept Variant = Sizes<V> && Places<V>;
 template <class V>
 struct Shape {
   using T = typename V::T;
-  static constexpr int kHeads = kWarpRows;                                // of a unit
-  static constexpr int kWarps = kLatentWarps, kColumns = kLatentColumns;  // of latents, for each of these warps
-  static constexpr int kKey = V::kSize + V::kRope, kVec = kVecSize<T>;    // elements of a key
-  static constexpr int kPositions = V::kPositions, kStages = kLatentStages;
+  static constexpr int kHeads = kWarpRows, kPositions = kWarpRows;  // of a unit, and of a tile
+  static constexpr int kWarps = kLatentWarps, kColumns = kLatentColumns, kStages = V::kStages;
+  static constexpr int kKey = V::kSize + V::kRope, kVec = kVecSize<T>;  // elements of a key, and of an access
   // Warps that share the positions of a tile, eight each; as many parts of a key are multiplied side by side.
-  static constexpr int kScoreWarps = kPositions / 8, kParts = kWarps / kScoreWarps;
+  static constexpr int kScoreWarps = kPositions / 8, kParts = kLatentParts;
   // Rows of shared memory, in elements or floats; neighbouring ones begin in different banks.
   static constexpr int kPitch = key_row_pitch(kKey * 2) / 2, kScorePitch = kPositions + 8,
                        kWeightPitch = key_row_pitch(kPositions * 2) / 2;
@@ -62,15 +61,15 @@ struct Shape {
   static constexpr int kQueryOffset = kStages * kTileBytes, kScoreOffset = kQueryOffset + kHeads * kPitch * 2;
   static constexpr int kWeightOffset = kScoreOffset + kParts * kHeads * kScorePitch * 4;
   static constexpr int kStateOffset = kWeightOffset + kHeads * kWeightPitch * 2;
-  static constexpr int kStagedBytes = kStateOffset + 3 * kHeads * 4;
+  static constexpr int kRowSplits = V::kSplits / (V::kBatch * V::kGroups);  // at most
+  static constexpr int kStagedBytes = latent_bytes(V::kSize, V::kRope, kStages, kRowSplits);
   // Results of a split: of each head the maximum and the sum of exponentials, then pairs of columns.
   static constexpr int kPairs = V::kSize / 2, kWords = kHeads * (1 + kPairs);
   static constexpr int kSplitBytes = kWords * int(sizeof(ulonglong2));
-  static_assert(kStagedBytes == latent_bytes(V::kSize, V::kRope, kPositions));
+  static_assert(kStateOffset + 3 * kHeads * 4 <= kStagedBytes);
   static_assert(kSplitBytes == latent_split_bytes(V::kSize));
   static_assert(V::kSize % kColumns == 0 && V::kSize <= kWarps * kColumns && V::kRope % 16 == 0);
-  static_assert(kPositions % 16 == 0 && kWarps % kScoreWarps == 0 && kConsumerWarps >= kWarps);
-  static_assert(kStages == 2);
+  static_assert(kScoreWarps * kParts == kWarps && kWarps * 2 == kHeads && kConsumerWarps >= kWarps && kStages >= 2);
 };
 
 // Shared memory of a worker.
@@ -80,7 +79,7 @@ struct Memory {
   using T = typename V::T;
   uint8_t* base;
 
-  MPK_DEVICE T* tile(uint32_t number) const { return reinterpret_cast<T*>(base + number % 2 * S::kTileBytes); }
+  MPK_DEVICE T* tile(uint32_t number) const { return reinterpret_cast<T*>(base + number % S::kStages * S::kTileBytes); }
   MPK_DEVICE T* queries() const { return reinterpret_cast<T*>(base + S::kQueryOffset); }
   MPK_DEVICE float* scores() const { return reinterpret_cast<float*>(base + S::kScoreOffset); }
   MPK_DEVICE T* weights() const { return reinterpret_cast<T*>(base + S::kWeightOffset); }
@@ -122,8 +121,8 @@ struct Part {
         num_heads(min(uint32_t(S::kHeads), V::kHeads - head)),
         first(split.first_tile * V::kTilePositions),
         end(min(limit, first + split.num_tiles * V::kTilePositions)) {}
-  MPK_DEVICE uint32_t tiles() const { return first < end ? (end - first + V::kPositions - 1) / V::kPositions : 0; }
-  MPK_DEVICE uint32_t begin(uint32_t tile) const { return first + tile * V::kPositions; }
+  MPK_DEVICE uint32_t tiles() const { return first < end ? (end - first + S::kPositions - 1) / S::kPositions : 0; }
+  MPK_DEVICE uint32_t begin(uint32_t tile) const { return first + tile * S::kPositions; }
 
   MPK_DEVICE void copy_queries(const Job& job, typename V::T* to) const {
     copy_rows<V>(
@@ -134,7 +133,7 @@ struct Part {
     const auto *latent = V::latent(job, row), *rope = V::rope(job, row);
     const uint32_t from = begin(tile);
     copy_rows<V>(
-        to, V::kPositions, min(uint32_t(V::kPositions), end - from),
+        to, S::kPositions, min(uint32_t(S::kPositions), end - from),
         [&](uint32_t p) { return latent + (from + p) * V::kPitchLatent; },
         [&](uint32_t p) { return rope + (from + p) * V::kPitchRope; });
   }
@@ -168,43 +167,38 @@ MPK_DEVICE void multiply_keys(const Memory<V>& memory, const typename V::T* tile
   }
 }
 
-// Makes weights of a head's scores, a warp for each head.
+template <int lanes>
+MPK_DEVICE float lanes_max(float v) {
+#pragma unroll
+  for (int o = lanes / 2; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
+// Makes weights of scores. A warp has two heads, and half of its lanes the positions of one.
 template <class V>
-MPK_DEVICE void weigh(const Job& job, const Memory<V>& memory, const Part<V>& part, uint32_t tile, int head, int lane) {
+MPK_DEVICE void weigh(const Job& job, const Memory<V>& memory, const Part<V>& part, uint32_t tile, int warp, int lane) {
   using S = Shape<V>;
   using T = typename V::T;
-  constexpr int kEach = (S::kPositions + 31) / 32;
-  float scores[kEach], most = -infinity();
-#pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    const uint32_t place = 32 * i + lane, position = part.begin(tile) + place;
-    scores[i] = -infinity();
-    if (place >= S::kPositions || position >= part.end) continue;
+  constexpr int kLanes = S::kPositions;
+  const uint32_t head = 2 * warp + lane / kLanes, place = lane % kLanes, position = part.begin(tile) + place;
+  float score = -infinity();
+  if (position < part.end) {
     float product = 0;
 #pragma unroll
     for (int p = 0; p < S::kParts; p++) product += memory.scores()[(p * S::kHeads + head) * S::kScorePitch + place];
-    scores[i] = attention::scored<V>(product);
+    score = attention::scored<V>(product);
     if constexpr (V::kHasMask)
-      if (head < part.num_heads) scores[i] += V::mask(job, part.row, part.head + head, position);
-    most = fmaxf(most, scores[i]);
+      if (head < part.num_heads) score += V::mask(job, part.row, part.head + head, position);
   }
-  const float before = tile == 0 ? -infinity() : memory.most()[head], top = fmaxf(before, warp_max(most)),
-              base = attention::subtrahend(top);
-  float total = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    const uint32_t place = 32 * i + lane;
-    const float weight = attention::exponential<T>(scores[i] - base);
-    total += weight;
-    if (place < S::kPositions) memory.weights()[head * S::kWeightPitch + place] = cast<T>(weight);
-  }
-  total = warp_sum(total);
-  const float kept = attention::exponential<T>(before - base);
-  if (lane == 0) {
-    memory.total()[head] = tile == 0 ? total : fmaf(memory.total()[head], kept, total);
-    memory.most()[head] = top;
-    memory.kept()[head] = kept;
-  }
+  const float before = tile == 0 ? -infinity() : memory.most()[head], top = fmaxf(before, lanes_max<kLanes>(score));
+  const float base = attention::subtrahend(top), kept = attention::exponential<T>(before - base);
+  const float weight = attention::exponential<T>(score - base), total = warp_sum<kLanes>(weight);
+  memory.weights()[head * S::kWeightPitch + place] = cast<T>(weight);
+  __syncwarp();  // all have read what is replaced
+  if (place != 0) return;
+  memory.total()[head] = tile == 0 ? total : fmaf(memory.total()[head], kept, total);
+  memory.most()[head] = top;
+  memory.kept()[head] = kept;
 }
 
 // The results of 64 columns, of a warp: eight at a time.
@@ -225,15 +219,12 @@ struct Results {
     }
     const T* w = memory.weights() + lane % 16 * S::kWeightPitch + lane / 16 * 8;
     const T* values = tile + lane % 16 * S::kPitch + lane / 16 * 8 + column;
+    const ptx::Quad weights = ptx::load_matrices(ptx::smem_addr(w));
 #pragma unroll
-    for (int step = 0; step < S::kPositions / 16; step++) {
-      const ptx::Quad weights = ptx::load_matrices(ptx::smem_addr(w + step * 16));
-#pragma unroll
-      for (int b = 0; b < kBlocks; b += 2) {
-        const ptx::Quad two = ptx::load_matrices_transposed(ptx::smem_addr(values + step * 16 * S::kPitch + b * 8));
-        ptx::mma<T>(sums[b], weights, {two.v[0], two.v[1]});
-        ptx::mma<T>(sums[b + 1], weights, {two.v[2], two.v[3]});
-      }
+    for (int b = 0; b < kBlocks; b += 2) {
+      const ptx::Quad two = ptx::load_matrices_transposed(ptx::smem_addr(values + b * 8));
+      ptx::mma<T>(sums[b], weights, {two.v[0], two.v[1]});
+      ptx::mma<T>(sums[b + 1], weights, {two.v[2], two.v[3]});
     }
   }
 
@@ -281,21 +272,24 @@ MPK_DEVICE bool compute_split(C& c, const Job& job, const KvSplit& split, uint32
     if (c.rank < S::kHeads) memory.most()[c.rank] = -infinity(), memory.total()[c.rank] = 0;
   } else {
     part.copy_queries(job, memory.queries());
-    part.copy_tile(job, 0, memory.tile(0));
-    ptx::commit_copies();
   }
+  const auto start_copy = [&](uint32_t tile) {
+    if (tile < num_tiles) part.copy_tile(job, tile, memory.tile(tile));
+    ptx::commit_copies();
+  };
+#pragma unroll 1
+  for (uint32_t tile = 0; tile < S::kStages; tile++) start_copy(tile);
 #pragma unroll 1
   for (uint32_t tile = 0; tile < num_tiles; tile++) {
-    ptx::await_copies<0>();
+    if (tile == 0)
+      ptx::await_copies<S::kStages - 1>();
+    else
+      ptx::await_copies<S::kStages - 2>();
     if (!c.sync()) return false;  // all have this tile, and none reads the one before
-    if (tile + 1 < num_tiles) {
-      part.copy_tile(job, tile + 1, memory.tile(tile + 1));
-      ptx::commit_copies();
-    }
+    if (tile > 0) start_copy(tile + S::kStages - 1);
     if (c.warp < S::kWarps) multiply_keys(memory, memory.tile(tile), c.warp, c.lane);
     if (!c.sync()) return false;
-#pragma unroll 1
-    for (int head = c.warp; head < S::kHeads; head += kConsumerWarps) weigh(job, memory, part, tile, head, c.lane);
+    if (c.warp < S::kWarps) weigh(job, memory, part, tile, c.warp, c.lane);
     if (!c.sync()) return false;
     if (column < V::kSize) results.add(memory, memory.tile(tile), column, c.lane);
   }
