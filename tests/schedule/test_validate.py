@@ -466,6 +466,36 @@ def test_broken_tiles_of_queries_are_caught(part: str, name: str, change: Callab
         _C.validate(parts.build())
 
 
+# ---- latents
+
+
+def latents() -> _C.TBGraph:
+    """Attention of three rows with the sizes of DeepSeek-V2-Lite."""
+    b = Builder()
+    shapes = {"q": [3, 16, 512], "q_rope": [3, 16, 64], "latent": [3, 1, 1000, 512], "rope": [3, 1, 1000, 64]}
+    operands = [(n, b.buffer("input", n, "bfloat16", shape)) for n, shape in shapes.items()]
+    b.node("latent_attention", operands, b.buffer("output", "y", "bfloat16", shapes["q"]), {"scale": 0.1})
+    return b.graph
+
+
+BROKEN_LATENTS: dict[str, tuple[str, str, Callable, str]] = {
+    "one tile for all": ("fields", "stages", lambda n: 1, "1 tiles in shared memory are none that its loop takes"),
+    "no room for tiles": ("cut", "staged_bytes", lambda n: n - 1, "its tiles take 100544 bytes of 100543"),
+    "fewer than lengths may give": ("fields", "splits", lambda n: n - 3, "45 splits are not as many as lengths"),
+    "none of a size": ("fields", "split_tiles", lambda n: 0, "a size of its splits is not positive"),
+    "no room for results": ("scratch", "bytes", lambda n: n - 1, r"its workers leave \d+ bytes in the workspace"),
+}
+
+
+@pytest.mark.parametrize(("part", "name", "change", "message"), BROKEN_LATENTS.values(), ids=BROKEN_LATENTS)
+def test_broken_splits_of_latents_are_caught(part: str, name: str, change: Callable, message: str) -> None:
+    parts = Parts.of(_C.make_schedule(latents(), AWAITED))
+    _C.validate(parts.build())
+    assert break_first(parts, part, name, change)
+    with pytest.raises(RuntimeError, match="unsound schedule: latent_attention.*" + message):
+        _C.validate(parts.build())
+
+
 # ---- splits, and what workers leave for each other
 
 
