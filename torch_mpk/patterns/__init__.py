@@ -39,7 +39,8 @@ class Lift:
 
 def apply(gm: fx.GraphModule) -> fx.GraphModule:
     """A new module that computes the same bits, with known subgraphs as calls of tasks (``node.target`` is a ``Task``).
-    But for a linear that becomes two: PyTorch may add up products of other sizes in another order.
+    But for a linear that becomes two, as PyTorch may add up products of other sizes in another order, and for attention
+    over latents, whose products are formed in another order (``latent_attention``).
 
     ``gm`` holds ATen overloads with example values in ``node.meta["val"]``, in-place ops in program order. The result's
     ``meta["lifts"]`` lists the replacements in program order, and ``meta["misses"]`` what the patterns of

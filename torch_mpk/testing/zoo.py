@@ -373,6 +373,11 @@ Of equal scores the experts with the lowest indices are taken, as eager does on 
 Steps of all families of transformers that have this setting are one launch, but for five whose attention keeps them
 from it: GLM-5 Next and Qwen 4 (it branches on values), Inkling 2, Unlimited-OCR and Zaya.
 
+Latent attention: where transformers caches latents, as it does for DeepSeek-V2 and V3, GLM-4-MoE-Lite, GLM-MoE-DSA,
+Kimi-Linear, Mistral 4 and others with the same attention, a decode step with `sdpa` reads the latents as keys and
+values of all heads ([latents](internals/attention.md#latents)). Prompts, steps of several positions and `eager`
+attention expand the latents, as the model says.
+
 Linears whose weights are quantised, in FP8 or int8, change nothing of that: [quantised weights](weights.md).
 
 | model | what sets it apart | launches | operations in them | why not the others |
