@@ -11,8 +11,9 @@ import torch_mpk.tasks  # noqa: F401  declares the tasks
 from tests.codegen.emulated_calls import allocate, relative_error, tensors
 from tests.schedule.decoder_graph import Builder
 from tests.thinned import thinned
-from torch_mpk import _C
+from torch_mpk import _C, registry
 from torch_mpk.jit import compile_cuda
+from torch_mpk.task_kernel import kernel_of
 from torch_mpk.tasks.latent_attention import latent_attention
 from torch_mpk.testing.emulator import SMEM_BYTES, Order, aligned, emulate
 
@@ -168,3 +169,25 @@ def test_it_compiles_without_spills(arch: int, rows: int) -> None:
     resources = compile_cuda(_C.generate_cuda(case.schedule()).source, arch).resources
     assert resources.warnings == ()
     assert resources.stack_bytes == resources.spill_store_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in CASES.values() if case.arch == 90),
+        Case((513,), size=512, rope=64, length=1024),
+        Case((8000,), heads=128, size=512, rope=64, length=8192),
+        Case(tuple(range(1, 1024, 32)), size=512, rope=64, length=1024, mask="bool"),
+    ],
+    ids=str,
+)
+def test_it_is_right_on_a_gpu(case: Case) -> None:
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    given = [t.cuda() for t in inputs]
+    kernel = kernel_of(registry.get("latent_attention"))
+    mask = given[4] if case.mask else None
+    made = [kernel(*given[:4], mask, given[-1], scale=case.scale) for _ in range(3)]
+    assert all(torch.equal(made[0].view(torch.int16), other.view(torch.int16)) for other in made[1:])
+    assert relative_error(made[0].cpu(), case.exact(inputs)) < 1e-2
