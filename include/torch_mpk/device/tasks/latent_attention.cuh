@@ -350,7 +350,7 @@ MPK_DEVICE void make_factors(C& c, float2* merged, uint32_t count) {
 template <class V, class C>
 MPK_DEVICE bool merge(C& c, const Job& job, const KvSplit& split, uint32_t limit) {
   using S = Shape<V>;
-  constexpr int kAtOnce = V::kBatch == 1 ? 16 : 8;  // registers hold, beside the limits of rows
+  constexpr int kAtOnce = 8;  // more spill, beside the state of a launch
   const Part<V> part(split, limit);
   const uint32_t count = num_splits<V>(limit), tag = tag_of(c);
   const ulonglong2* first = words_of<V>(job, split, 0);
