@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from tests.thinned import thinned
 from torch_mpk.testing.decode import copy_cache, decode_logits, in_float32, prefill
@@ -72,6 +72,19 @@ def test_all_heads_of_gpt_oss_over_a_long_cache_are_one_segment() -> None:
     cache, _ = prefill(model, tokens[:, :11], 1024)
     expected = decode_logits(model, copy_cache(cache, config), tokens[:, 11:])
     torch.testing.assert_close(decode_logits(step, cache, tokens[:, 11:]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("arch", "sizes"), [("gpt2", {})])
+def test_a_layer_of_real_width_is_one_segment(arch: str, sizes: dict[str, int]) -> None:
+    """Products and attention that are no tasks would be too large for plain sums."""
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = AutoConfig.for_model(arch, n_layer=1, vocab_size=97, n_positions=2048, **ends, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    step = torch.compile(model, backend="mpk", options={"fallback": "error"})
+    tokens = torch.randint(97, (3, 6))
+    cache, _ = prefill(model, tokens[:, :5], 2048)
+    expected = decode_logits(model, copy_cache(cache, config), tokens[:, 5:])
+    torch.testing.assert_close(decode_logits(step, cache, tokens[:, 5:]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_in_float32_is_what_a_copy_would_be() -> None:

@@ -227,6 +227,42 @@ def test_linear(function, num_tasks, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(3,), (2, 1)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_weight_that_is_not_transposed_is_that_of_one_expert(has_bias, rows, dtype):
+    """As that of GPT-2's Conv1D."""
+
+    def function(x, w, b):
+        if not has_bias:
+            return (x @ w,)
+        return (torch.addmm(b, x.view(-1, x.size(-1)), w).view(*rows, -1),)
+
+    args = (torch.randn(*shape).to(dtype) for shape in ((*rows, 48), (48, 24), (24,)))
+    gm = rewritten(function, *args, tolerance=2 * torch.finfo(dtype).eps)
+    (call,) = operands_of(gm, "expert_linear")
+    assert call["transposed"].args[0].op == "placeholder", "it is not copied"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: (x @ w.exp(),),
+        lambda x, w: (x @ w[:, ::2],),
+        lambda x, w: (x.repeat(22, 1) @ w,),  # 66 rows
+        lambda x, w: (x @ w[:, :0],),
+    ],
+)
+def test_other_products_with_a_weight_are_left_alone(function):
+    args = torch.randn(3, 48), torch.randn(48, 24)
+    assert tasks_of(rewritten(function, *args)) == {}
+
+
+def test_products_of_float64_with_a_weight_are_left_alone():
+    args = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 48), (48, 24)))
+    assert tasks_of(rewritten(lambda x, w: (x @ w,), *args)) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("function", "tasks"),
     [
