@@ -56,9 +56,8 @@ def test_decode_equals_eager(device, name, batch, tmp_path, monkeypatch):
             assert_close(ours.step(step, token), eager.step(model, token))
             if i == 0 and device.type == "cpu":
                 assert launches_of(tmp_path) == LAUNCHES[name]
-                if name != "GPT-J":  # which divides its scores, in float32
-                    attending = [each for each in ours.cache.layers if getattr(each, "keys", None) is not None]
-                    assert attention_tasks_of(tmp_path) == len(attending), "sums, which larger models are too large for"
+                attending = [each for each in ours.cache.layers if getattr(each, "keys", None) is not None]
+                assert attention_tasks_of(tmp_path) == len(attending), "sums, which larger models are too large for"
     for actual, expected in zip(ours.state(), eager.state(), strict=True):
         assert_close(actual, expected)
 

@@ -74,7 +74,7 @@ def test_all_heads_of_gpt_oss_over_a_long_cache_are_one_segment() -> None:
     torch.testing.assert_close(decode_logits(step, cache, tokens[:, 11:]), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("arch", "sizes"), [("gpt2", {})])
+@pytest.mark.parametrize(("arch", "sizes"), [("gpt2", {}), ("gptj", {"n_embd": 1024, "n_head": 4})])
 def test_a_layer_of_real_width_is_one_segment(arch: str, sizes: dict[str, int]) -> None:
     """Products and attention that are no tasks would be too large for plain sums."""
     ends = {"bos_token_id": None, "eos_token_id": None}

@@ -251,6 +251,35 @@ def test_sinks_of_any_dtype(dtypes):
     assert {"k_new", "v_new", "slot", "sinks"} <= the_attention(gm).keys()
 
 
+def divided(q, k, v, mask=None):
+    """As GPT-J attends."""
+    scores = torch.matmul(q.to(torch.float32), repeat_kv(k).to(torch.float32).transpose(-1, -2)) / D**0.5
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(F.softmax(scores, dim=-1).to(v.dtype), repeat_kv(v))
+
+
+@pytest.mark.parametrize("name", FLOAT_MASKS)
+def test_divided_scores(name):
+    mask, is_mask_kept = FLOAT_MASKS[name]
+    gm = rewritten(partial(step, attend=divided, mask=mask), *inputs(), also=EDGES, tolerance=1e-6)
+    assert {"k_new", "v_new", "slot"} <= the_attention(gm).keys()
+    assert ("mask" in the_attention(gm)) == is_mask_kept
+    assert the_attention(gm)["scale"] == D**-0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_divided_in_float32(dtype):
+    """The task's reference rounds scores; kernels do not."""
+
+    def mask(counter):
+        return torch.where(causal(counter), torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+    tolerance = 4 * torch.finfo(dtype).eps
+    gm = rewritten(partial(step, attend=divided, mask=mask), *inputs(dtype), tolerance=tolerance)
+    assert {"k_new", "v_new", "slot"} <= the_attention(gm).keys()
+
+
 @pytest.mark.parametrize("form", [{"less_maximum": False}, {"dtype": torch.float32}, {"dtype": torch.float64}], ids=str)
 def test_other_forms_with_sinks_are_left_alone(form):
     args = *inputs(torch.bfloat16), torch.randn(H).bfloat16()

@@ -3,8 +3,7 @@
 Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention, whose scores a
 hyperbolic tangent may cap, and whose heads may have a sink, a score beside those of the keys. Grouped heads may be
 repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``, and a single one to
-broadcasting. Values may have another size
-than keys.
+broadcasting. Values may have another size than keys.
 """
 
 from __future__ import annotations
@@ -60,17 +59,39 @@ def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
         if mask is not None and (not is_tensor(mask) or dtype(mask) != dtype(node) or argument(masked, "alpha") != 1):
             continue
         scaled, softcap, between = _uncapped(whole)
-        if not is_call(scaled, aten.mul.Tensor) or not isinstance(scaled.args[1], (int, float)):
+        factors = _scaled_product(scaled, dtype(node))
+        if factors is None or dtype(masked) != dtype(scaled):
             continue
-        product, scale = scaled.args
-        if not is_call(product, aten.matmul.default) or dtype(masked) != dtype(node):
-            continue
-        q, transposed = product.args
-        if not is_call(transposed, aten.transpose.int) or {d % 4 for d in transposed.args[1:]} != {2, 3}:
-            continue
-        rw.see(masked, *between, scaled, product, transposed)
-        return _attention(rw, node, q, transposed.args[0], v, mask, sinks, float(scale), "eager", softcap)
+        rw.see(masked, *between, scaled, *factors.nodes)
+        return _attention(rw, node, factors.q, factors.k, v, mask, sinks, factors.scale, "eager", softcap)
     return None
+
+
+class _Factors(NamedTuple):
+    q: fx.Node
+    k: fx.Node
+    scale: float
+    nodes: list[fx.Node]  # between these and the scores
+
+
+def _scaled_product(scaled: Any, dtype_of_q: torch.dtype) -> _Factors | None:
+    """``q @ k.mT * scale``, or GPT-J's ``q @ k.mT / divisor``, which converts q and k to float32 first."""
+    if not is_call(scaled, aten.mul.Tensor, aten.div.Tensor) or not isinstance(scaled.args[1], (int, float)):
+        return None
+    product, number = scaled.args
+    is_quotient = is_call(scaled, aten.div.Tensor)
+    if not is_call(product, aten.matmul.default) or (is_quotient and number == 0):
+        return None
+    q, transposed = product.args
+    if not is_call(transposed, aten.transpose.int) or {d % 4 for d in transposed.args[1:]} != {2, 3}:
+        return None
+    k, nodes = transposed.args[0], [product, transposed]
+    if dtype(scaled) == torch.float32 != dtype_of_q:
+        nodes += [q, k]
+        q, k = cast_source(q), cast_source(k)
+    if q is None or k is None or not dtype(q) == dtype(k) == dtype_of_q:
+        return None
+    return _Factors(q, k, 1 / number if is_quotient else float(number), nodes)
 
 
 class _Softmax(NamedTuple):
