@@ -30,6 +30,12 @@ def gemma(x, w):
     return ((y * (1.0 + w.float())).type_as(x),)
 
 
+def once_rounded(x, w):
+    """As gpt-oss's."""
+    wide = x.float()
+    return ((w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(x.dtype),)
+
+
 def unweighted(x, w):
     wide = x.float()
     return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) + w,)
@@ -56,11 +62,6 @@ def test_rms_norm(function, attrs, dtype):
     )
     others = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not torch.ops.aten.reshape.default]
     assert len(others) == (1 if "weight" in call else 2)
-
-
-def weight_before_cast(x, w):
-    wide = x.float()
-    return ((w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(x.dtype),)
 
 
 def no_eps(x, w):
@@ -112,7 +113,6 @@ def double(x, w):
 @pytest.mark.parametrize(
     "function",
     [
-        weight_before_cast,
         no_eps,
         other_dim,
         cube,
@@ -127,6 +127,20 @@ def double(x, w):
 def test_what_is_no_rms_norm(function):
     gm = rewritten(function, torch.randn(2, 3, 48).bfloat16(), torch.randn(48).bfloat16())
     assert tasks_of(gm) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [50, 2880])
+def test_a_norm_that_is_rounded_once(width, dtype):
+    args = 3 * torch.randn(7, width).to(dtype), torch.randn(width).to(dtype)
+    (call,) = operands_of(rewritten(once_rounded, *args), "rms_norm")
+    assert "weight" in call and call["style"] == ("llama" if dtype == torch.float32 else "torch")
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64,) * 2])
+def test_a_norm_that_is_rounded_once_needs_16_bits(dtypes):
+    args = (torch.randn(shape).to(dtype) for shape, dtype in zip(((7, 48), (48,)), dtypes, strict=True))
+    assert tasks_of(rewritten(once_rounded, *args)) == {}
 
 
 def test_rms_norm_needs_a_weight_of_its_dtype_and_size():

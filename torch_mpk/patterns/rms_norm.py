@@ -70,6 +70,22 @@ def gemma_rms_norm(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+@pattern(*_CASTS)
+def once_rounded_rms_norm(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    """In 16 bits, as gpt-oss's and OLMo 2's, which compute what ``F.rms_norm`` does."""
+    scaled = cast_source(node)
+    if scaled is None or not is_call(scaled, aten.mul.Tensor) or dtype(node) == torch.float64:
+        return None
+    for left, weight in swapped(scaled.args):
+        found = _normalised(left)
+        x = None if found is None else cast_source(found.x32)
+        if found is None or x is None or not is_tensor(weight) or dtype(x) != dtype(node):
+            continue
+        rw.see(node, scaled, found.x32, *found.interior)
+        return _rms_norm(rw, node, x, weight, found.eps, "torch")
+    return None
+
+
 @pattern(aten.mul.Tensor)
 def llama_rms_norm(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     for weight, rounded in swapped(node.args):
