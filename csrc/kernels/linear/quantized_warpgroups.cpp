@@ -7,8 +7,8 @@ namespace {
 
 constexpr int64_t kFewestRows = 9;     // of x: fewer have a kernel of warps
 constexpr int64_t kGroupColumns = 64;  // that share a scale; fewer would take too many registers
-// What a warpgroup takes for a line, and for each 32 columns of it: samples of an H200's program counter said 170 and
-// 155 before the loads went ahead of the conversions.
+// A warpgroup takes so long for a line, and for each 32 columns of it beside that. Samples of an H200's program counter
+// said 170 and 155, before loads went ahead of conversions.
 constexpr double kLineNs = 170, kSliceNs = 120;
 constexpr int64_t kSliceColumns = 32;
 

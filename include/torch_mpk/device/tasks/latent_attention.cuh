@@ -20,7 +20,7 @@ namespace mpk::latent_attention {
 
 using attention::Cut;
 
-// What a variant declares of one job.
+// A variant declares this of one job.
 template <class V>
 concept Sizes = attention::Scores<V> && requires {
   typename V::T;
@@ -83,7 +83,7 @@ struct Memory {
   MPK_DEVICE T* queries() const { return reinterpret_cast<T*>(base + S::kQueryOffset); }
   MPK_DEVICE float* scores() const { return reinterpret_cast<float*>(base + S::kScoreOffset); }
   MPK_DEVICE T* weights() const { return reinterpret_cast<T*>(base + S::kWeightOffset); }
-  // Of each head: the largest score, the sum of exponentials above it, and the factor of earlier results.
+  // Each head's largest score, its sum of exponentials above that, and the factor of earlier results.
   MPK_DEVICE float* most() const { return reinterpret_cast<float*>(base + S::kStateOffset); }
   MPK_DEVICE float* total() const { return most() + S::kHeads; }
   MPK_DEVICE float* kept() const { return total() + S::kHeads; }
