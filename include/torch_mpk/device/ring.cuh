@@ -331,18 +331,10 @@ struct RingReader {
     if (!reached(issued, g + 1)) issued = __shfl_sync(~0u, ptx::load_acquire_cta(&ring.issued), 0);
   }
 
-  // Where an entry is in the ring.
-  struct Place {
-    uint32_t slot, parity;
-    MPK_DEVICE explicit Place(uint32_t g) : slot(g % slots), parity(g / slots & 1) {}
-  };
-  MPK_DEVICE Place place(uint32_t g) const { return Place(g); }
-
   // Whether the data of entry g has landed.
-  MPK_DEVICE bool has(uint32_t g) { return has(g, Place(g)); }
-  MPK_DEVICE bool has(uint32_t g, const Place& place) {
+  MPK_DEVICE bool has(uint32_t g) {
     look(g);
-    return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[place.slot], place.parity));
+    return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
   }
 
   // Waits for the data of entry g, which is certain to come.
@@ -359,8 +351,7 @@ struct RingReader {
     return __all_sync(~0u, there);
   }
 
-  MPK_DEVICE uint8_t* slot(uint32_t g) const { return slot(Place(g)); }
-  MPK_DEVICE uint8_t* slot(const Place& place) const { return data + place.slot * slot_bytes; }
+  MPK_DEVICE uint8_t* slot(uint32_t g) const { return data + (g % slots) * slot_bytes; }
 
   // What the loader wrote for entry g in place of a tile's number. The entry's data has landed.
   MPK_DEVICE uint32_t word_of(uint32_t g) const { return ptx::load_published(&ring.tile[g % slots]); }
@@ -373,8 +364,7 @@ struct RingReader {
   MPK_DEVICE uint64_t* empty(uint32_t g) const { return &ring.empty[g % slots]; }
   MPK_DEVICE void release(uint32_t g) { arrive_for_warp<arrivals>(empty(g), lane); }
   // Releases an entry that several warps read, each of which does: those that multiply together, or share it.
-  MPK_DEVICE void release_share(uint32_t g) { release_share(Place(g)); }
-  MPK_DEVICE void release_share(const Place& place) { arrive_for_warp(&ring.empty[place.slot], lane); }
+  MPK_DEVICE void release_share(uint32_t g) { arrive_for_warp(empty(g), lane); }
 };
 
 }  // namespace mpk

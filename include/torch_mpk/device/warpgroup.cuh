@@ -35,7 +35,7 @@ MPK_DEVICE void multiply_byte_blocks(WarpgroupSums<columns>& sums, const uint8_t
   ptx::multiply_bytes<columns, false>(sums, a, b);
 #pragma unroll
   for (int k = 16; k < kBoxColumns; k += 16)  // of two bytes
-    ptx::multiply_bytes<columns, true>(sums, ptx::from_column(a, k), ptx::from_column(b, k));
+    ptx::multiply_bytes<columns, true>(sums, ptx::from_element(a, 0, k), ptx::from_element(b, 0, k));
 }
 
 }  // namespace mpk

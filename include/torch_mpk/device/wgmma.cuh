@@ -12,18 +12,17 @@ using SwizzledMatrix = uint64_t;
 MPK_DEVICE SwizzledMatrix swizzled(const void* p) {
   return (smem_addr(p) & 0x3ffff) >> 4 | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
-// The same, so many 16 bytes on. Only the lower half changes; a sum of 64 bits would take twice the instructions.
-MPK_DEVICE SwizzledMatrix further(SwizzledMatrix m, uint32_t bytes_by_16) {
+// The same from a column on, a multiple of 16 of the row's 64.
+MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return m + column * 2 / 16; }
+// From a row on, a multiple of 8, and a column. Only the lower half changes, which takes half the instructions. But the
+// compiler then has more in registers, which linears of 64 rows in 16 bits have not.
+MPK_DEVICE SwizzledMatrix from_element(SwizzledMatrix m, int row, int column) {
   SwizzledMatrix sum;
   asm("{\n.reg .b32 low, high;\nmov.b64 {low, high}, %1;\nadd.u32 low, low, %2;\nmov.b64 %0, {low, high};\n}"
       : "=l"(sum)
-      : "l"(m), "r"(bytes_by_16));
+      : "l"(m), "r"((row * 128 + column * 2) / 16));
   return sum;
 }
-// From a column on, a multiple of 16 of the row's 64.
-MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return further(m, column * 2 / 16); }
-// From a row on, a multiple of 8.
-MPK_DEVICE SwizzledMatrix from_row(SwizzledMatrix m, int row) { return further(m, row * 128 / 16); }
 
 template <class T, int columns>
 MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);

@@ -57,8 +57,8 @@ MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums
     if (box < own.boxes && chunk < S::kChunks)
       scales.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  own.each(c, sums, stages, load, [&](int h, uint32_t, auto place, const uint8_t* x, int i, auto load_next) {
-    const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(place) - c.smem));
+  own.each(c, sums, stages, load, [&](int h, uint32_t, uint32_t entry, const uint8_t* x, int i, auto load_next) {
+    const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(entry) - c.smem));
     ptx::hold_sums(products);
     ptx::begin_products();
     multiply_byte_blocks<V::kXRows>(products, line, x + i * S::kBlockPitch);
@@ -66,7 +66,7 @@ MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums
     const E4M3LineScales<V> now = scales;
     load_next();
     ptx::await_sums(products);
-    c.ring.release_share(place);
+    c.ring.release_share(entry);
 #pragma unroll
     for (int j = 0; j < V::kXRows / 4; j++) {
       const float x_scale = now.x(j / 2 * 8 + j % 2, c.lane);

@@ -32,10 +32,10 @@ struct OwnLines {
   }
   static constexpr uint32_t kStep = kTakesTurns ? kWarpgroups : 1;
 
-  // Calls `take` with the h-th box's line `chunk` of the worker's part of K, where its entry is in the ring, and the
-  // line's number in the stage `x`; and `load` with the box and the line that come next, before the first and in each
-  // turn. A warp whose wait aborts goes on with whatever stands in the ring, since the other warps of its warpgroup
-  // cannot multiply without it.
+  // Calls `take` with the h-th box's line `chunk` of the worker's part of K, its ring entry, and the line's number in
+  // the stage `x`; and `load` with the box and the line that come next, before the first and in each turn. A warp whose
+  // wait aborts goes on with whatever stands in the ring, since the other warps of its warpgroup cannot multiply
+  // without it.
   template <class C, class Load, class Take>
   MPK_DEVICE void each(C& c, HeldSums<V>& sums, const uint8_t* stages, Load load, Take take) const {
     static_assert(kStep * S::kMaxBoxes <= C::Config::kSlots);
@@ -53,15 +53,14 @@ struct OwnLines {
         for (int h = 0; h < S::kHeld; h++) {
           if (box(h) >= boxes) break;
           const uint32_t entry = c.entry + chunk * boxes + box(h);
-          const auto at = c.ring.place(entry);
-          if (!c.failed && !c.ring.has(entry, at)) {
+          if (!c.failed && !c.ring.has(entry)) {
             // A call may use registers that products in flight read or write.
 #pragma unroll
             for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
             c.failed = !c.ring.wait_longer(entry, c.phase);
           }
           const bool is_last = h + 1 == S::kHeld || box(h + 1) >= boxes;
-          take(h, chunk, at, stages + x, i,
+          take(h, chunk, entry, stages + x, i,
                [&] { load(is_last ? box(0) : box(h + 1), is_last ? chunk + kStep : chunk); });
         }
       }

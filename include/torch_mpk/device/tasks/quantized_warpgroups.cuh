@@ -220,8 +220,8 @@ MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>&
     if (box < own.boxes && chunk < S::kChunks)
       factors.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  own.each(c, sums, stages, load, [&](int h, uint32_t chunk, auto place, const uint8_t* x, int i, auto load_next) {
-    const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(place)) + (warp * kWarpRows + c.lane / 4) * 128 +
+  own.each(c, sums, stages, load, [&](int h, uint32_t chunk, uint32_t entry, const uint8_t* x, int i, auto load_next) {
+    const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
                                     c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
     const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
     Slice<V> slices[2];
@@ -233,19 +233,19 @@ MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>&
     for (int slice = 0; slice < Q::kSlices; slice++) {
       const int loaded = slice + (kAhead ? 1 : 0);
       if (loaded > 0 && loaded < Q::kSlices) slices[loaded % 2].load(line, loaded);
-      if (slice + 1 == Q::kSlices) c.ring.release_share(place);
+      if (slice + 1 == Q::kSlices) c.ring.release_share(entry);
       if (slice * Q::kSlice % Q::kGroup == 0)
 #pragma unroll
         for (int half = 0; half < 2; half++) of_group[half] = words.find(slice * Q::kSlice / Q::kGroup, half, c.lane);
       ptx::await_products<1>();  // those that read the same registers
       if (has_rows) slices[slice % 2].convert(weights[slice % 2], of_group);
       const int column = slice * Q::kSlice;
-      const ptx::SwizzledMatrix block = ptx::from_row(columns, column / kBoxColumns * V::kXRows);
       ptx::begin_products();
 #pragma unroll
       for (int k = 0; k < Q::kSteps; k++)
-        ptx::multiply_registers<typename V::T, V::kXRows>(sums[h], weights[slice % 2][k],
-                                                          ptx::from_column(block, column % kBoxColumns + 16 * k));
+        ptx::multiply_registers<typename V::T, V::kXRows>(
+            sums[h], weights[slice % 2][k],
+            ptx::from_element(columns, column / kBoxColumns * V::kXRows, column % kBoxColumns + 16 * k));
       ptx::commit_products();
     }
   });

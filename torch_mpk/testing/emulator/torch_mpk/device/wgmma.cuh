@@ -14,7 +14,9 @@ inline SwizzledMatrix swizzled(const void* p) {
   return {static_cast<const uint8_t*>(p), 0};
 }
 inline SwizzledMatrix from_column(SwizzledMatrix m, int column) { return {m.rows, m.column + column}; }
-inline SwizzledMatrix from_row(SwizzledMatrix m, int row) { return {m.rows + row * 128, m.column}; }
+inline SwizzledMatrix from_element(SwizzledMatrix m, int row, int column) {
+  return {m.rows + row * 128, m.column + column};
+}
 // 16 elements of a row; the first one's column is a multiple of 8.
 template <class T>
 void read_row(float (&x)[16], const SwizzledMatrix& m, int row) {
