@@ -130,7 +130,9 @@ def test_the_loader_waits_for_what_is_streamed() -> None:
         _C.validate(parts.build())
 
 
-SPILLED = 48  # bytes, of one kernel with the plain code of all: expert_linear's has sixteen sums and their places
+# Bytes, of one kernel with the plain code of all: expert_linear's has sixteen sums and their places, and attention over
+# latents has its sums beside what a launch keeps from phase to phase.
+SPILLED = 512
 
 
 @pytest.mark.slow

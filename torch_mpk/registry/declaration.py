@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -262,6 +263,9 @@ class Task:
         shape: list[int] = []
         for dim in operand.dims:
             shape += sample[dim] if dim == "..." else [int(dim) if dim.isdigit() else sample[dim]]
+        if operand.name == self.traits.paged_by and not operand.bound:  # entries of one page would share positions
+            entries = math.prod(shape)
+            return torch.randperm(max(8, entries), device=device)[:entries].view(shape).to(operand.dtype)
         if operand.dtype is not None and not operand.dtype.is_floating_point:
             return draw(shape, operand.dtype, device, sample[operand.bound] if operand.bound else 8)
         dtype = sample.get(operand.name, operand.dtype or dtype)

@@ -24,12 +24,13 @@ MPK_DEVICE float added(Mask mask) {
 }
 MPK_DEVICE float added(bool mask) { return mask ? 0.0f : -infinity(); }
 
-template <class V, class Threads, class T, class Mask>
+template <class V, class Threads, class T, class Mask, class Limit>
 MPK_DEVICE void compute(Threads& threads, const typename V::Tile&, uint8_t* shared, const T* q, const T* q_rope,
-                        const T* latent, const T* rope, const Mask* mask, const int64_t* limit, T* y) {
+                        const T* latent, const T* rope, const Mask* mask, const Limit* limit, T* y) {
   constexpr int kEach = (V::kC + Threads::kSize - 1) / Threads::kSize;
   float* weights = reinterpret_cast<float*>(shared);
-  const int64_t end = V::Limit::kPresent && limit[0] < V::kL ? limit[0] : V::kL;
+  int64_t end = V::kL;
+  if constexpr (V::Limit::kPresent) end = limit[0] < end ? limit[0] : end;
   float sums[kEach] = {}, most = -infinity(), total = 0;
   for (int64_t first = 0; first < end; first += kChunk) {
     const int count = end - first < kChunk ? int(end - first) : kChunk;
