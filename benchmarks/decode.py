@@ -288,7 +288,6 @@ def measure(case: dict[str, Any], result_file: Path) -> None:
         if case["weights"] != "bf16":
             quantize_linears(model, case["weights"])
         save_exact(model, case)
-        forget()
     if case["weights"] != "bf16" and case["variant"] != "mpk":
         quantized_baselines.use(model, case["weights"], model.device.type)
     for batch in case["batches"]:

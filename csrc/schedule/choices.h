@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "access.h"
 #include "staging.h"
 
 namespace mpk {
@@ -20,6 +21,15 @@ inline int64_t least_beside(int64_t rows, const Target& target) {
 inline bool leaves_room(const Tensor& staged, const Target& target) {
   const int64_t bytes = staged.numel() * size_bytes(staged.dtype), rows = staged.shape.empty() ? 1 : staged.shape[0];
   return bytes <= std::min(target.smem_bytes / 2, target.smem_bytes - least_beside(rows, target));
+}
+
+// Whether the reader stages exactly these rows, as an operand that takes row tasks in front.
+inline bool takes_rows(const Node& reader, const Tensor& made, const WarpLayout& warps, const Target& target) {
+  return std::ranges::any_of(reader.operands, [&](const Operand& operand) {
+    const OperandSpec* spec = reader.def->find(operand.name);
+    return spec != nullptr && spec->takes_rows && !is_loaded_as_boxes(warps, *spec) &&
+           same_rows(made, operand.tensor) && (!spec->is_whole || leaves_room(operand.tensor, target));
+  });
 }
 
 }  // namespace mpk

@@ -13,19 +13,6 @@ namespace {
 // With more, linears take x in stages, and no rows in front of them.
 constexpr int64_t kMostRows = 8;
 
-enum class Reading { kTakesRows, kIsRows, kOther };
-
-Reading reading_of(const Node& reader, const Tensor& made, const Target& target) {
-  if (reader.def->role == Role::kRow && same_rows(made, reader.operands.front().tensor)) return Reading::kIsRows;
-  for (const Operand& operand : reader.operands) {
-    const OperandSpec* spec = reader.def->find(operand.name);
-    const bool takes_rows = operand.is_read && spec != nullptr && spec->takes_rows;
-    if (takes_rows && same_rows(made, operand.tensor) && (!spec->is_whole || leaves_room(made, target)))
-      return Reading::kTakesRows;
-  }
-  return Reading::kOther;
-}
-
 bool reads(const Node& node, int buffer) {
   return std::ranges::any_of(
       node.operands, [&](const Operand& operand) { return operand.is_read && operand.tensor.buffer == buffer; });
@@ -44,9 +31,12 @@ std::vector<int> find_takers(const TBGraph& graph, const Node& node, const Targe
     if (reader.id == node.id) continue;
     if (writes(reader, made.buffer)) return {};
     if (!reads(reader, made.buffer)) continue;
-    const Reading reading = reading_of(reader, made, target);
-    if (reading == Reading::kTakesRows) takers.push_back(reader.id);
-    if (reading == Reading::kOther) others.push_back(&reader);
+    if (reader.def->role == Role::kRow && same_rows(made, reader.operands.front().tensor))
+      continue;  // it recomputes them anyway
+    if (takes_rows(reader, made, WarpLayout{}, target))
+      takers.push_back(reader.id);
+    else
+      others.push_back(&reader);
   }
   const auto awaits_taker = [&](const Node* other) {
     return std::ranges::any_of(takers,
@@ -59,6 +49,10 @@ std::vector<int> find_takers(const TBGraph& graph, const Node& node, const Targe
 
 std::optional<TBGraph> with_rows_apart(const TBGraph& graph, const Target& target) {
   if (target.device != "cuda" || !target.fuse) return std::nullopt;
+  std::map<int, std::vector<int>> takers;  // of row tasks that are made twice
+  for (const Node& node : graph.nodes())
+    if (std::vector<int> found = find_takers(graph, node, target); !found.empty()) takers[node.id] = std::move(found);
+  if (takers.empty()) return std::nullopt;
   TBGraph made = with_buffers_of(graph);
   std::map<int, std::pair<int, int>> moved;  // of a reader: the buffer that it read, and its own
   for (const Node& node : graph.nodes()) {
@@ -67,14 +61,16 @@ std::optional<TBGraph> with_rows_apart(const TBGraph& graph, const Target& targe
       for (Operand& operand : operands)
         if (operand.tensor.buffer == own->second.first) operand.tensor.buffer = own->second.second;
     made.add_node(node.def->name, operands, node.attrs, node.program, node.label);
-    const std::vector<int> takers = find_takers(graph, node, target);
-    if (takers.empty()) continue;
-    const Buffer& buffer = graph.buffers()[output(node).tensor.buffer];
-    operands.back().tensor.buffer = made.add_buffer(buffer.name + ".apart", buffer.kind, buffer.index, buffer.bytes);
-    for (const int taker : takers) moved[taker] = {output(node).tensor.buffer, operands.back().tensor.buffer};
+    const auto own_takers = takers.find(node.id);
+    if (own_takers == takers.end()) continue;
+    const int shared = output(node).tensor.buffer;
+    const Buffer& buffer = graph.buffers()[shared];
+    const int own = made.add_buffer(buffer.name + ".apart", buffer.kind, buffer.index, buffer.bytes);
+    operands.back().tensor.buffer = own;
+    for (const int taker : own_takers->second) moved[taker] = {shared, own};
     made.add_node(node.def->name, operands, node.attrs, node.program, label_of_part(node, "apart"));
   }
-  return moved.empty() ? std::nullopt : std::make_optional(std::move(made));
+  return made;
 }
 
 }  // namespace mpk

@@ -22,7 +22,7 @@ def launches_of(folder: Path) -> int:
 
 
 def attention_tasks_of(folder: Path) -> int:
-    """Those of one position a row, over keys and values or over latents."""
+    """Counts attention of one position a row, over keys and values or over latents."""
     names = "tasks_attention_attention(", "tasks_latent_attention_latent_attention("
     return sum(path.read_text().count(name) for path in folder.glob("*/2.tasks.txt") for name in names)
 

@@ -63,7 +63,7 @@ def test_experts(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize(("name", "batch"), thinned([("DeepSeek-V2", 3), ("DeepSeek-V3", 1)]))
 def test_latents(name: str, batch: int) -> None:
-    """Of sizes that tensor cores take."""
+    """Decodes with sizes that tensor cores take."""
     model = MODELS[name]
     assert isinstance(model, Decoder)
     config = {**model.config, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16}

@@ -1,4 +1,4 @@
-"""What a graph becomes before it is scheduled: FP8 linears of several rows read an x that is quantised once, and a norm
+"""Rewrites of a graph before it is scheduled: FP8 linears of several rows read an x that is quantised once, and a norm
 may be made twice."""
 
 import pytest

@@ -7,22 +7,13 @@
 namespace mpk {
 namespace {
 
-// Whether the reader stages exactly these rows, as an operand that takes row tasks in front.
-bool takes_rows(const Draft& draft, const Node& reader, const Tensor& made) {
-  return std::any_of(reader.operands.begin(), reader.operands.end(), [&](const Operand& operand) {
-    const OperandSpec* spec = reader.def->find(operand.name);
-    return spec != nullptr && spec->takes_rows && !is_loaded_as_boxes(draft.schedule.warps, *spec) &&
-           same_rows(made, operand.tensor) && (!spec->is_whole || leaves_room(operand.tensor, draft.target()));
-  });
-}
-
 // Whether the edge leads to a task that takes the row task in front of it. A row task does, recomputed or not.
 bool is_staged(const Draft& draft, const Node& row, const Dependency& edge) {
   if (edge.hazard != Hazard::kReadAfterWrite || draft.is_in_run(edge.to)) return false;
   const Node& reader = draft.node(edge.to);
   const Tensor& made = output(row).tensor;
   if (reader.def->role == Role::kRow) return same_rows(made, reader.operands.front().tensor);
-  return takes_rows(draft, reader, made);
+  return takes_rows(reader, made, draft.schedule.warps, draft.target());
 }
 
 }  // namespace

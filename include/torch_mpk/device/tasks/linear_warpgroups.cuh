@@ -38,7 +38,6 @@ struct OwnLines {
   // without it.
   template <class C, class Load, class Take>
   MPK_DEVICE void each(C& c, HeldSums<V>& sums, const uint8_t* stages, Load load, Take take) const {
-    static_assert(kStep * S::kMaxBoxes <= C::Config::kSlots);
     load(box(0), kTakesTurns ? group : 0u);
 #pragma unroll 1
     for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
