@@ -1,37 +1,37 @@
 """Where a decode step's time goes, phase by phase, from clock stamps that every worker takes.
 
     python benchmarks/breakdown.py --models qwen3-0.6b llama-1b --position 512 --traces traces
+    torchrun --nproc-per-node 2 benchmarks/breakdown.py --models qwen3-8b --layers 8
 
 The tables are those of ``torch_mpk.profile`` (docs/profiling.md), and so are the timelines, of three steps in a row.
-Needs a GPU.
+Several processes of ``torchrun`` share each model out, and each prints its own tables. Needs a GPU for each.
 """
 
 import argparse
+import os
 import statistics
 from pathlib import Path
 
 import torch
 from ceiling import measure_ceiling
-from decode import Clock, alone
+from decode import Clock, alone, make_model, num_ranks, rank
 
 import torch_mpk
 from torch_mpk.generate import rewind
 from torch_mpk.profile import kernel_times, record
 from torch_mpk.testing.decode import bytes_read, chosen_experts, prefill
-from torch_mpk.testing.models import CONFIGS, keep_layers, random_model
+from torch_mpk.testing.models import CONFIGS
 from torch_mpk.testing.quantized import quantize_linears
 
 
 @torch.inference_mode()
 def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
-    config = CONFIGS[name]()
-    if args.layers:
-        keep_layers(config, args.layers)
     with alone():
-        model = random_model(config, "cuda")
+        model = make_model({"model": name, "ranks": int(os.environ.get("WORLD_SIZE", "1")), "layers": args.layers})
         if args.weights != "bf16":
             quantize_linears(model, args.weights)
-        tokens = torch.randint(config.vocab_size, (args.batch, args.position), device="cuda")
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(model.config.vocab_size, (args.batch, args.position), generator=generator).cuda()
         cache, _ = prefill(model, tokens, args.cache)
     token = tokens[:, :1].contiguous()
 
@@ -50,18 +50,19 @@ def measure(name: str, args: argparse.Namespace, ceiling: float) -> None:
     rewind(cache, args.position)
     chosen = chosen_experts(model, lambda: model(input_ids=token, past_key_values=cache))
     share = bytes_read(model, cache, args.position, chosen) / ceiling / plain_ms / 1e9
-    print(f"\n{name}, {args.weights}, {config.num_hidden_layers} layers, position {args.position}", end=", ")
-    print(f"batch {args.batch}:", end=" ")
-    print(f"{plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling")
+    title = f"{name}, {args.weights}, {model.config.num_hidden_layers} layers, position {args.position}"
+    title += f", batch {args.batch}" + (f", rank {rank()} of {num_ranks()}" if num_ranks() > 1 else "")
+    title += f": {plain_ms:.4f} ms, {100 * share:.1f} % of the ceiling"
 
     clock, times = clock_of({"profile": True}), []
     with alone():
         [recording] = record(lambda: times.extend(clock.device_ms(1.0) for _ in range(args.steps)))
-    print(f"{statistics.median(times):.4f} ms with stamps; {kernel_times(recording, 1e12 * ceiling)}")
+    table = kernel_times(recording, 1e12 * ceiling)
+    print(f"\n{title}\n{statistics.median(times):.4f} ms with stamps; {table}", flush=True)
     if args.traces:
         args.traces.mkdir(parents=True, exist_ok=True)
         clock.loop_ms(1)
-        torch_mpk.profile(clock.step, args.traces / f"{name}.json.gz")
+        torch_mpk.profile(clock.step, args.traces / f"{name}_{rank()}.json.gz")
 
 
 def main() -> None:
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--traces", type=Path, help="folder to leave timelines in")
     args = parser.parse_args()
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     ceiling = measure_ceiling()["tb_per_s"]
     print(f"ceiling {ceiling:.2f} TB/s")
     for name in args.models:

@@ -10,7 +10,7 @@ With --ranks each variant runs in so many processes, each with a GPU and its par
 
 Each variant runs in a process of its own, with all the batches that are asked for, each under a time limit: what one
 variant breaks, leaks or leaves compiled touches no other. With --jobs so many of them compile side by side. One at a
-time has the GPU, to make its model and to be timed, and memory is not measured. Records the run (records.py), and
+time has the GPUs, to make its model and to be timed, and memory is not measured. Records the run (records.py), and
 prints its table last. With --weights linears are quantised, and the baselines compute with what PyTorch has for that
 format (quantized_baselines.py). What the columns mean is in benchmarks/results/README.md. Without a GPU
 the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decode.py.
@@ -19,6 +19,7 @@ the times are the host's; the benchmark made for the CPU is benchmarks/cpu_decod
 import argparse
 import copy
 import fcntl
+import functools
 import gc
 import itertools
 import json
@@ -54,7 +55,7 @@ from torch_mpk.testing.decode import (
     in_float32,
     prefill,
 )
-from torch_mpk.testing.models import CONFIGS, random_model, random_sharded_model
+from torch_mpk.testing.models import CONFIGS, keep_layers, random_model, random_sharded_model
 from torch_mpk.testing.quantized import quantize_linears, widened
 
 NUM_WARMUP_STEPS = 5
@@ -158,6 +159,8 @@ def as_on_rank_0(value: int) -> int:
 
 def make_model(case: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     config = CONFIGS[case["model"]]()
+    if case.get("layers"):
+        keep_layers(config, case["layers"])
     if case["ranks"] == 1:
         return random_model(config, "cuda" if torch.cuda.is_available() else "cpu", dtype)
     local_rank = os.environ["LOCAL_RANK"]
@@ -228,13 +231,25 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
+@functools.cache
+def hosts() -> torch.distributed.ProcessGroup:
+    """The ranks' group for waits that keep no GPU busy."""
+    return torch.distributed.new_group(backend="gloo")
+
+
 @contextmanager
 def alone() -> Iterator[None]:
-    """One benchmark at a time is in here on a machine. Ranks, which have GPUs of their own, do not wait."""
+    """One benchmark at a time is in here on a machine, with all of its ranks, for which rank 0 takes the turn. Before
+    they have a group the others go ahead, and wait for rank 0 as they make one."""
+    group = hosts() if torch.distributed.is_initialized() else None
     with Path(tempfile.gettempdir(), "torch_mpk_benchmark.lock").open("w") as file:
-        if "WORLD_SIZE" not in os.environ:
+        if os.environ.get("RANK", "0") == "0":
             fcntl.flock(file, fcntl.LOCK_EX)
+        if group:
+            torch.distributed.barrier(group)
         yield
+        if group:
+            torch.distributed.barrier(group)
 
 
 def time_steps(model: PreTrainedModel, step: Step, start: Start, case: dict[str, Any]) -> Result:
@@ -388,8 +403,6 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.cache and max(args.position) + max(args.steps, NUM_ACCURACY_STEPS) > args.cache:
         parser.error("the cache is too short for the position and the steps")
-    if args.ranks > 1 and args.jobs > 1:
-        parser.error("ranks do not take turns at their GPUs: give --jobs or --ranks")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Functions that run in a process for each of several ranks, on the CPU."""
+"""Functions that run in a process for each of several ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Team:
 
 
 def start(ranks: int, function: Callable[..., Any], folder: Path, *args: Any, **env: str) -> Team:
-    """Calls ``function(rank, *args)``, of a module, in each of ``ranks`` processes that have a gloo group."""
+    """Calls ``function(rank, *args)``, of a module, in each of ``ranks`` processes. They have a group, of gloo, and of
+    NCCL as well where there is a GPU for each."""
     for rank in range(ranks):
         (folder / f"{rank}.log").touch()
     own = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -96,13 +97,15 @@ def main() -> None:
 
 
 def serve(rank: int, ranks: int, function: Callable[..., Any], folder: Path, args: list[Any]) -> None:
+    import torch
     import torch.distributed as dist
 
     log = os.open(folder / f"{rank}.log", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     result = function(rank, *args)
     (folder / f"{rank}.new").write_text(json.dumps(result))
     (folder / f"{rank}.new").rename(folder / f"{rank}.json")

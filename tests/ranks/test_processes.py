@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(t.float().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def compiled(model: torch.nn.Module, **options: object) -> object:
+def compiled(model: torch.nn.Module, **options: object) -> Callable[..., torch.Tensor]:
     return torch.compile(model, backend="mpk", options={"fallback": "error", "watchdog_seconds": WATCHDOG} | options)
 
 
