@@ -25,6 +25,8 @@ MODELS = {
     "llama-1b": "Llama-3.2-1B",
     "qwen3-1.7b": "Qwen3-1.7B",
     "qwen3-8b": "Qwen3-8B",
+    "qwen3-14b": "Qwen3-14B",
+    "qwen3-32b": "Qwen3-32B",
     "olmoe-1b-7b": "OLMoE-1B-7B",
 }
 TABLES: dict[str, Callable[[], str]] = {}
@@ -160,6 +162,30 @@ def experts() -> str:
         yield ["share", *(percent(figure(run, "of_ceiling", batch=b)) for b in batch_sizes)]
 
     return markdown(["rows", *map(str, batch_sizes)], rows())
+
+
+@table
+def ranks() -> str:
+    """Where a case was measured in both runs, the one without other commands' steps is shown."""
+    run, batch_sizes = "decode_nvidia-h200_2026-11-29_ranks", [1, 8, 32]
+
+    def cell(model: str, batch: int, num_ranks: int, variant: str = "mpk", position: int = 512) -> str:
+        which = {"model": model, "batch": batch, "position": position, "ranks": num_ranks, "variant": variant}
+        found = (figure(name, "step_ms.median", **which) for name in (run, f"{run}-beside"))
+        return short(next((number for number in found if number is not None), None))
+
+    def rows() -> Iterator[list[str]]:
+        for model in ("llama-1b", "qwen3-8b", "qwen3-14b", "qwen3-32b"):
+            if any(alone := [cell(model, batch, 1) for batch in batch_sizes]):
+                yield [f"{MODELS[model]}, one GPU", *alone]
+            for variant in ("eager", "reduce-overhead"):
+                if other := cell(model, 1, 2, variant):
+                    yield [f"{MODELS[model]}, two GPUs, {variant}", other, "", ""]
+            yield [f"{MODELS[model]}, two GPUs, mpk", *(bold(cell(model, batch, 2)) for batch in batch_sizes)]
+        long = (bold(cell("qwen3-8b", batch, 2, position=4096)) for batch in batch_sizes)
+        yield ["Qwen3-8B at position 4,096, two GPUs, mpk", *long]
+
+    return markdown(["ms a step, rows", *map(str, batch_sizes)], rows())
 
 
 TOKENS = [128, 512, 2048]
