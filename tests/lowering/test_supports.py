@@ -52,3 +52,12 @@ def test_tensors_on_two_devices_are_refused() -> None:
     with torch._subclasses.FakeTensorMode():
         add.args[1].meta["val"] = torch.empty(4, device="meta")
     assert "devices" in lowering.supports(add)
+
+
+@pytest.mark.parametrize(("rows", "is_taken"), [(16, True), (1024, False)])
+def test_matrices_times_vectors_are_taken_while_reading_them_takes_longest(rows: int, is_taken: bool) -> None:
+    """The states of Mamba: 64 x 128 for each of 48 heads."""
+    with torch._subclasses.FakeTensorMode():
+        module = capture(torch.bmm, torch.empty(rows * 48, 64, 128), torch.empty(rows * 48, 128, 1))
+    product = next(n for n in module.graph.nodes if n.op == "call_function")
+    assert (lowering.supports(product) is None) == is_taken

@@ -1,9 +1,9 @@
 """Attention over a static cache, with the write of one position that precedes it, or of a prompt's positions.
 
 Two forms are lifted: ``scaled_dot_product_attention``, and the matmuls and softmax of eager attention, whose scores a
-hyperbolic tangent may cap, and whose heads may have a sink, a score beside those of the keys. Grouped heads may be
-repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to ``enable_gqa``, and a single one to
-broadcasting. Values may have another size than keys.
+hyperbolic tangent may cap, and whose heads may have a sink, a score beside those of the keys, or a factor of the result
+that does the same. Grouped heads may be repeated in the graph (``unsqueeze``, ``expand``, ``reshape``) or left to
+``enable_gqa``, and a single one to broadcasting. Values may have another size than keys.
 """
 
 from __future__ import annotations
@@ -49,20 +49,61 @@ def sdpa(rw: Rewriter, node: fx.Node) -> fx.Node | None:
 
 @pattern(aten.matmul.default)
 def eager_attention(rw: Rewriter, node: fx.Node) -> fx.Node | None:
-    weights, v = node.args
-    softmax = _softmax(weights)
-    if softmax is None:
+    softmax = _softmax(node.args[0])
+    return None if softmax is None else _eager(rw, node, node, softmax, [])
+
+
+@pattern(aten.mul.Tensor)
+def scaled_by_sinks(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Eager attention whose results are scaled by ``sigmoid(logsumexp(scores) - sink)``, as Granite's with windows.
+    A sink beside the scores does the same to their softmax, and leaves zeros where a row sees nothing."""
+    for product, factor in swapped(node.args):
+        if not is_call(product, aten.matmul.default) or not is_tensor(factor):
+            continue
+        softmax, gate = _softmax(product.args[0]), _sink_gate(factor)
+        if softmax is None or softmax.sinks is not None or gate is None:
+            continue
+        scores, sinks, nodes = gate
+        _, heads, *_ = sizes = shape(softmax.scores)
+        if scores is softmax.scores and shape(factor) == (*sizes[:3], 1) and shape(sinks) == (1, heads, 1):
+            return _eager(rw, node, product, softmax._replace(sinks=sinks), [product, *nodes])
+    return None
+
+
+def _sink_gate(factor: fx.Node) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
+    """The scores, the sinks [1, H, 1], and what lies between them and ``sigmoid(logsumexp(scores) - sinks)``."""
+    nodes = [factor]
+
+    def step(*ops: torch._ops.OpOverload) -> bool:
+        while (source := cast_source(nodes[-1]) or reshape_source(nodes[-1])) is not None:
+            nodes.append(source)
+        return is_call(nodes[-1], *ops)
+
+    if not step(aten.sigmoid.default):
         return None
+    nodes.append(nodes[-1].args[0])
+    if not step(aten.sub.Tensor) or argument(nodes[-1], "alpha") != 1:
+        return None
+    sums, sinks = nodes[-1].args
+    if not is_call(sums, aten.logsumexp.default) or not is_tensor(sinks) or len(shape(sums)) != 3:
+        return None
+    scores, dims = sums.args[:2]
+    return (scores, sinks, [*nodes, sums]) if dims in ([-1], [3]) else None
+
+
+def _eager(rw: Rewriter, node: fx.Node, product: fx.Node, softmax: _Softmax, between: list[fx.Node]) -> fx.Node | None:
+    """``node`` becomes attention, of which ``product`` adds up the values; ``between`` lies behind that."""
+    v = product.args[1]
     masked, sinks, nodes = softmax
-    rw.see(node, *nodes)
+    rw.see(node, *between, *nodes)
     for whole, mask in [(masked, None), *(swapped(masked.args) if is_call(masked, aten.add.Tensor) else [])]:
         if mask is not None and (not is_tensor(mask) or dtype(mask) != dtype(node) or argument(masked, "alpha") != 1):
             continue
-        scaled, softcap, between = _uncapped(whole)
+        scaled, softcap, capped = _uncapped(whole)
         factors = _scaled_product(scaled, dtype(node))
         if factors is None or dtype(masked) != dtype(scaled):
             continue
-        rw.see(masked, *between, scaled, *factors.nodes)
+        rw.see(masked, *capped, scaled, *factors.nodes)
         return _attention(rw, node, factors.q, factors.k, v, mask, sinks, factors.scale, "eager", softcap)
     return None
 
@@ -96,39 +137,46 @@ def _scaled_product(scaled: Any, dtype_of_q: torch.dtype) -> _Factors | None:
 
 class _Softmax(NamedTuple):
     scores: fx.Node
-    sinks: fx.Node | None  # [1, H, 1, 1]
+    sinks: fx.Node | None  # [1, H, 1, 1] or [1, H, 1]
     nodes: list[fx.Node]  # between the scores and the weights
 
 
 def _softmax(weights: fx.Node) -> _Softmax | None:
-    """The softmax over keys that gave ``weights``: in float32, or as gpt-oss's, whose scores have each head's sink
-    behind them, and lose their maximum, before a softmax in their own dtype."""
+    """The softmax over keys that gave ``weights``, in float32 or in the scores' dtype. The scores may lose their
+    maximum first, and may have each head's sink behind them, whose weight is dropped."""
     nodes = [weights]
     if (source := cast_source(weights)) is not None:
         nodes.append(source)
-    has_sinks = is_call(nodes[-1], aten.slice.Tensor)
+    kept = nodes[-1]
+    has_sinks = is_call(kept, aten.slice.Tensor)
     if has_sinks:
-        nodes.append(nodes[-1].args[0])
+        if not _drops_last(kept):
+            return None
+        nodes.append(kept.args[0])
     softmax = nodes[-1]
     if not is_call(softmax, aten.softmax.int) or len(shape(softmax)) != 4 or softmax.args[1] not in (-1, 3):
         return None
     scores = softmax.args[0]
+    if dtype(softmax) not in (torch.float32, dtype(scores)):
+        return None
+    if is_call(scores, aten.sub.Tensor):
+        less_maximum = scores
+        scores, maximum = less_maximum.args
+        if not is_call(maximum, operator.getitem) or argument(less_maximum, "alpha") != 1:
+            return None
+        largest, index = maximum.args
+        if index != 0 or not is_call(largest, aten.max.dim) or largest.args != (scores, -1, True):
+            return None
+        nodes += [less_maximum, maximum, largest]
     if not has_sinks:
-        return _Softmax(scores, None, nodes) if dtype(softmax) == torch.float32 else None
-    less_maximum, softmax_dtype = scores, dtype(softmax)
-    if softmax_dtype != dtype(scores) or not is_call(less_maximum, aten.sub.Tensor) or not _drops_last(nodes[-2]):
+        return _Softmax(scores, None, nodes)
+    if not is_call(scores, aten.cat.default):
         return None
-    both, maximum = less_maximum.args
-    if not is_call(maximum, operator.getitem) or not is_call(both, aten.cat.default):
-        return None
-    largest, index = maximum.args
-    if index != 0 or not is_call(largest, aten.max.dim) or largest.args != (both, -1, True):
-        return None
-    tensors, dim = both.args
+    tensors, dim = scores.args
     if len(tensors) != 2 or dim not in (-1, 3) or any(len(shape(t)) != 4 for t in tensors):
         return None
+    nodes.append(scores)
     scores, beside = tensors
-    nodes += [less_maximum, maximum, largest, both]
     while is_call(beside, aten.expand.default):
         nodes.append(beside)
         beside = beside.args[0]

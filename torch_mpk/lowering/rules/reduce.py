@@ -19,6 +19,8 @@ from torch_mpk.lowering.table import rule
 from torch_mpk.lowering.values import Index, Lazy, Size, Value, is_static
 
 MAX_PRODUCTS = 1 << 22  # multiply-adds of a matrix product that becomes a plain reduction
+# Matrices times vectors, as the states of Mamba, are bound by reading the matrices, which a reduction does as well.
+MAX_READ_PRODUCTS, MAX_USES = 1 << 26, 8  # of each element of the factors
 
 
 def reduced(lx: Lowerer, op: str, a: Value, dims: list[int] | None, keepdim: bool, dtype: torch.dtype) -> Value:
@@ -303,7 +305,9 @@ def product(lx: Lowerer, a: Value, b: Value, dtype: torch.dtype) -> Value:
         raise UnsupportedError("a matrix product whose size is known only at run time")
     if dtype not in FLOATS:
         raise UnsupportedError(f"a matrix product of {E.dtype_name(dtype)}")
-    if math.prod(out_shape) * depth > MAX_PRODUCTS:
+    products = math.prod(out_shape) * depth
+    is_bound_by_reading = products <= MAX_USES * (math.prod(a.shape) + math.prod(b.shape))
+    if products > (MAX_READ_PRODUCTS if is_bound_by_reading else MAX_PRODUCTS):
         raise UnsupportedError("a matrix product that is not a linear layer or attention of a known form")
     compute = wide(dtype) if depth > 1 else dtype
     shape = [*out_shape, depth]
