@@ -69,7 +69,7 @@ class Cutter {
   double nanoseconds(const ColumnsCut& c) const {
     const double tiles = double(tiles_of_worker(c) * c.parts), rows = tiles * double(c.tile_rows);
     const double memory = rows * double(format_.row_bytes()) / job_.arch.costs.memory_bytes_per_ns;
-    const double steps = double(most_lines(c.lanes) * line_columns() / kStepColumns);
+    const double steps = double(most_lines(c.lanes, lines_of_box(c)) * line_columns() / kStepColumns);
     const double x = format_.bits() == 4 ? 0 : steps * double(job_.batch) * kRowNs;
     const double step = fragments() == 1 ? kStepNs : kWideStepNs;
     const double products = steps * tiles * (double(blocks(c) * fragments()) * step + kBoxNs) + x;
@@ -91,28 +91,42 @@ class Cutter {
   int64_t sum_bytes(const ColumnsCut& c) const {
     return c.lanes * c.parts * blocks(c) * job_.batch * kSumPitch * int64_t(sizeof(float));
   }
+  static int64_t lines_of_box(const TileShape& c) { return c.chunk_bytes / kLineBytes; }
   static int64_t blocks(const TileShape& c) { return divide_up(c.tile_rows, kWarpRows); }
   int64_t tiles_of_worker(const TileShape& c) const { return divide_up(job_.tiles(c.tile_rows), job_.workers); }
 
   // The lines of the warps that share a quarter of a multiprocessor with most others.
-  int64_t most_lines(int64_t lanes) const {
+  int64_t most_lines(int64_t lanes, int64_t of_box) const {
+    const int64_t boxes = lines() / of_box;
     std::array<int64_t, 4> of_quarter{};
-    for (int64_t warp = 0; warp < lanes; warp++) of_quarter[warp % 4] += (lines() - warp + lanes - 1) / lanes;
+    for (int64_t warp = 0; warp < lanes; warp++) of_quarter[warp % 4] += (boxes - warp + lanes - 1) / lanes * of_box;
     return std::ranges::max(of_quarter);
   }
-  // Warps that convert x as they go have more to do than tensor cores.
-  int64_t best_lanes() const {
-    int64_t best = std::min(lines(), job_.warps);
-    if (!is_staged()) return std::max<int64_t>(std::min(best, kMostCopied / (2 * job_.batch * x_pitch())), 1);
+  // Fewer warps than there are, if the most that a quarter has is less then.
+  int64_t best_lanes(int64_t of_box) const {
+    int64_t most = std::min(lines() / of_box, job_.warps);
+    if (!is_staged()) most = std::clamp<int64_t>(kMostCopied / (2 * job_.batch * x_pitch()), 1, most);
+    int64_t best = most;
     for (int64_t lanes = best - 1; 2 * lanes > job_.warps; lanes--)
-      if (most_lines(lanes) < most_lines(best)) best = lanes;
+      if (most_lines(lanes, of_box) < most_lines(best, of_box)) best = lanes;
+    return best;
+  }
+  // As many lines as fit a slot, since slots have most bytes on their way when they are full; unless a warp has more to
+  // do then, or most warps have nothing.
+  int64_t best_lines_of_box(int64_t rows) const {
+    int64_t best = 1;
+    for (int64_t of_box = 2; of_box * rows * kLineBytes <= kMinSlotBytes && lines() % of_box == 0; of_box *= 2) {
+      const int64_t lanes = best_lanes(of_box);
+      if (2 * lanes > job_.warps && most_lines(lanes, of_box) <= most_lines(best_lanes(1), 1)) best = of_box;
+    }
     return best;
   }
 
   ColumnsCut cut(int64_t rows) const {
-    ColumnsCut c{{rows, job_.parts, 1, format_.row_bytes(), kLineBytes}, {}};
+    const int64_t of_box = best_lines_of_box(rows);
+    ColumnsCut c{{rows, job_.parts, 1, format_.row_bytes(), of_box * kLineBytes}, {}};
     c.is_boxed = true;
-    c.lanes = best_lanes();
+    c.lanes = best_lanes(of_box);
     c.in_flight = std::min<int64_t>(entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes(), kMaxSlots);
     return c;
   }
@@ -136,7 +150,7 @@ class ColumnsWriter : public BoxedWriter {
 
  private:
   static std::string own_constants(const codegen::JobPlace& place) {
-    const int64_t columns = WeightFormat::of(place.node()).columns_of(kLineBytes);
+    const int64_t columns = WeightFormat::of(place.node()).columns_of(place.job.cut.shape->chunk_bytes);
     return constants(fields_of<ColumnsFields>(place.job.cut)) + codegen::constant("kStageColumns", columns);
   }
 };
@@ -204,13 +218,14 @@ class Columns : public Kernel {
     const WeightFormat format = WeightFormat::of(proof.first());
     proof.require(s.chunk_parts == 1 && s.readers == 1 && !proof.schedule().warps.all_read_entries,
                   "a box of " + proof.str(s.tile_rows) + " rows is taken by one warp");
-    const bool is_line = s.chunk_bytes == kLineBytes && s.tile_rows % 8 == 0 && s.tile_rows <= kMostBoxRows;
-    proof.require(is_line && (format.block_rows == 1 || s.tile_rows == 8 || s.tile_rows % kWarpRows == 0),
-                  "a box is not a line of blocks of products");
+    const bool has_lines = s.chunk_bytes % kLineBytes == 0 && format.row_bytes() % s.chunk_bytes == 0;
+    const bool has_blocks = format.block_rows == 1 || s.tile_rows == 8 || s.tile_rows % kWarpRows == 0;
+    proof.require(has_lines && has_blocks && s.tile_rows % 8 == 0 && s.tile_rows <= kMostBoxRows,
+                  "a box has no whole lines of blocks of products");
     const Linears linears(proof.schedule(), proof.job());
     proof.require(own.mainloop_tiles > 0, "a pass has no tiles");
-    proof.require(own.lanes > 0 && own.lanes <= linears.warps && own.lanes <= format.row_bytes() / kLineBytes,
-                  "lines are dealt out to warps that there are not");
+    proof.require(own.lanes > 0 && own.lanes <= linears.warps && own.lanes <= format.row_bytes() / s.chunk_bytes,
+                  "boxes are dealt out to warps that there are not");
     proof.require_plain_end();
     proof.require_scratch(0);
     proof.require(has_whole_steps(format), "its scales are not those of whole steps");

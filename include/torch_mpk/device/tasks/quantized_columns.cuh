@@ -2,9 +2,9 @@
 // weights at a time (a line). So a warp makes an x of its columns alone, without a barrier, and all warps have work,
 // however few rows a worker has.
 //
-// Weights come in boxes of V::kBoxRows rows by a line, all lines of a box before those of the next, which reads memory
-// row by row. Lines are dealt out to warps in turns. A warp has a box's sums in registers, and leaves them in shared
-// memory, where the sums of all warps are added.
+// Weights come in boxes of V::kBoxRows rows by one line or several, that fill a slot of the ring; all of some rows'
+// boxes before those of the next rows, which reads memory row by row. A row of boxes is dealt out to warps in turns. A
+// warp has its sums in registers, and leaves them in shared memory, where the sums of all warps are added.
 //
 // Weights are multiplied as in quantized_rows.cuh.
 #pragma once
@@ -24,10 +24,11 @@ struct ColumnsShape : XSteps<V> {
   using XSteps<V>::kStep, XSteps<V>::kStepFloats, XSteps<V>::kFactorRows, XSteps<V>::kScalesRowsOfX;
   using XSteps<V>::kKeepsX;
   static constexpr int kLine = 128 * 8 / V::kWeightBits, kSteps = kLine / kStep;
-  static_assert(V::kChunkSize == kLine && V::kSize % kLine == 0 && V::kBoxRows % 8 == 0);
+  static_assert(V::kChunkSize % kLine == 0 && V::kSize % V::kChunkSize == 0 && V::kBoxRows % 8 == 0);
   static_assert(XSteps<V>::kGroup == kStep && kKeepsX == (V::kWeightBits == 4));
-  static constexpr int kLines = V::kSize / kLine, kLanes = V::kLanes;
-  static_assert(kLanes <= kLines && kLanes <= kConsumerWarps);
+  static constexpr int kLines = V::kSize / kLine, kLinesOfBox = V::kChunkSize / kLine, kLanes = V::kLanes;
+  static constexpr int kEntries = kLines / kLinesOfBox;  // of the ring, for all lines of a box's rows
+  static_assert(kLanes <= kEntries && kLanes <= kConsumerWarps);
   static constexpr int kBlocks = (V::kBoxRows + kWarpRows - 1) / kWarpRows;  // of a box
   static constexpr int kBoxes = V::kMainloopTiles * V::kParts, kColumns = (V::kBatch + 7) / 8;
   static constexpr int kPitch = (V::kStaged ? V::kSize : kLine) * 2 + 16;  // other banks for the next row
@@ -384,24 +385,28 @@ MPK_DEVICE void sum_lines(C& c, const Job& job, Span pass, const LinesOfX<V>& li
                           bool is_first, float* left) {
   using Q = ColumnsShape<V>;
   const uint32_t boxes = (pass.end - pass.begin) * V::kParts;
-  lines.fetch(job, c.warp, 0);
+  const uint32_t first = c.warp * Q::kLinesOfBox;
+  lines.fetch(job, first, 0);
   uint32_t turn = 0;
 #pragma unroll 1
   for (uint32_t box = 0; box < boxes; box++) {
     BoxSums<V> sums = {};
 #pragma unroll 1
-    for (uint32_t line = c.warp; line < Q::kLines; line += Q::kLanes, turn++) {
-      const bool is_last = line + Q::kLanes >= Q::kLines;
-      const uint32_t next = !is_last ? line + Q::kLanes : box + 1 < boxes ? c.warp : Q::kLines;
+    for (uint32_t line = first, following; line < Q::kLines; line = following, turn++) {
+      const uint32_t of_box = line % Q::kLinesOfBox;
+      const bool ends_box = of_box + 1 == Q::kLinesOfBox;
+      following = line + 1 + (ends_box ? (Q::kLanes - 1) * Q::kLinesOfBox : 0);
+      const bool is_last = following >= Q::kLines;
+      const uint32_t next = !is_last ? following : box + 1 < boxes ? first : Q::kLines;
       const bool is_prepared = V::kStaged && (!is_first || box > 0);
       const LineOfX x = is_prepared ? lines.place(line, turn) : lines.take(job, line, turn, next);
-      const uint32_t entry = c.entry + box * Q::kLines + line;
-      if (!c.ring.wait(entry, c.phase)) {
+      const uint32_t entry = c.entry + box * Q::kEntries + line / Q::kLinesOfBox;
+      if (of_box == 0 && !c.ring.wait(entry, c.phase)) {
         c.failed = true;
         return;
       }
-      const LineOfWeights<V> weights(c.ring.slot(entry), c.lane);
-      c.ring.release(entry);
+      const LineOfWeights<V> weights(c.ring.slot(entry) + of_box * V::kBoxRows * 128, c.lane);
+      if (ends_box) c.ring.release(entry);
       LineScales<V> now = scales;
       now.convert(pass, box, line, c.lane);
       if (next < Q::kLines) scales.load(job, pass, box + is_last, next, c.lane);
@@ -416,7 +421,8 @@ MPK_DEVICE void compute_quantized_columns(C& c, const Job& job) {
   static_assert(QuantizedColumnsVariant<V, C>);
   using Q = ColumnsShape<V>;
   static_assert(Q::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
-  static_assert(V::kBoxRows * 128 <= C::Config::kSlotBytes && V::kWorkerTiles * C::Config::kNumWorkers >= V::kNumTiles);
+  static_assert(V::kBoxRows * Q::kLinesOfBox * 128 <= C::Config::kSlotBytes &&
+                V::kWorkerTiles * C::Config::kNumWorkers >= V::kNumTiles);
   const LinesOfX<V> lines{c.staged(), c.warp, c.lane};
   const Span tiles = shared_span(V::kNumTiles, c.worker(job), 1, C::Config::kNumWorkers);
   const auto preload = [&](Span pass) { return RowsResult<V>(pass, c.warp, c.lane).preload(job); };
@@ -424,7 +430,7 @@ MPK_DEVICE void compute_quantized_columns(C& c, const Job& job) {
   const bool has_lines = c.warp < Q::kLanes;
   LineScales<V> scales{};
   const auto load_scales = [&](uint32_t tile) {
-    if (has_lines && tile < tiles.end) scales.load(job, pass_from(tile), 0, c.warp, c.lane);
+    if (has_lines && tile < tiles.end) scales.load(job, pass_from(tile), 0, c.warp * Q::kLinesOfBox, c.lane);
   };
   typename V::Extra extra{};
   if constexpr (V::kEarly && V::kHasExtra) extra = preload(pass_from(tiles.begin));
@@ -438,7 +444,7 @@ MPK_DEVICE void compute_quantized_columns(C& c, const Job& job) {
     if constexpr (V::kHasExtra)
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     if (has_lines) sum_lines<V>(c, job, pass, lines, scales, first == tiles.begin, left + c.warp * Q::kWarpFloats);
-    c.entry += (pass.end - pass.begin) * V::kParts * Q::kLines;
+    c.entry += (pass.end - pass.begin) * V::kParts * Q::kEntries;
     if (!c.sync()) return;
     load_scales(pass.end);
     finish_tiles<V>(c, job, pass, ColumnSums<V>{left}, RowSums<V>(c, job, 0), extra);
