@@ -20,6 +20,7 @@ constexpr int64_t kLineBytes = 128;           // of a row of weights, that a war
 constexpr int64_t kStepColumns = 128;         // whose sums are scaled together
 constexpr int64_t kMostBoxRows = 48;          // a lane holds its part of a box's line in registers, beside products
 constexpr int64_t kMostSumBytes = 32 * 1024;  // of a pass, unless one tile has more
+constexpr double kRingBytes = 150 * 1024;     // as most launches have them
 // Bytes of x that is staged whole although it could be otherwise, and of the lines that warps have of another.
 constexpr int64_t kMostWhole = 48 * 1024, kMostCopied = 128 * 1024;
 
@@ -73,10 +74,17 @@ class Cutter {
     const double x = format_.bits() == 4 ? 0 : steps * double(job_.batch) * kRowNs;
     const double step = fragments() == 1 ? kStepNs : kWideStepNs;
     const double products = steps * tiles * (double(blocks(c) * fragments()) * step + kBoxNs) + x;
-    return std::max(memory, products) + std::min(memory, products) / 8;
+    return std::max(memory, products) + std::min(memory, products) / 8 + late_ns(c, rows);
   }
 
  private:
+  // What the memory takes for bytes that are not at hand as the phase begins, since slots of the ring are not full.
+  double late_ns(const ColumnsCut& c, double rows) const {
+    const double at_hand = std::min(kRingBytes, rows * double(format_.row_bytes()));
+    const double empty = 1 - double(c.entry_bytes()) / double(kMinSlotBytes);
+    return at_hand * empty / job_.arch.costs.memory_bytes_per_ns;
+  }
+
   // A warp alone takes so long for a block of 16 rows and 128 columns, for each 8 of more than 8 rows of x, for a box
   // beside that, and to convert as many columns of a row of x. An H200's step of Qwen3-8B in int4 takes 2.9 ms with 8
   // rows, and 6.7 with 16.
