@@ -466,6 +466,28 @@ def test_broken_tiles_of_queries_are_caught(part: str, name: str, change: Callab
         _C.validate(parts.build())
 
 
+# ---- quantised weights
+
+LINES = {"hidden": 4096, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 4096, "batch": 4, "layers": 1}
+BROKEN_LINES: dict[str, tuple[str, str, Callable, str]] = {
+    "a part of a line": ("shape", "chunk_bytes", lambda n: n * 3 // 4, "192 bytes is none that the copy engine copies"),
+    "more warps than boxes": ("fields", "lanes", lambda n: 9, "boxes are dealt out to warps that there are not"),
+    "a pass of nothing": ("fields", "mainloop_tiles", lambda n: 0, "a pass has no tiles"),
+    "no room for sums": ("cut", "staged_bytes", lambda n: n - 1, r"it keeps \d+ bytes in \d+"),
+}
+
+
+@pytest.mark.parametrize(("part", "name", "change", "message"), BROKEN_LINES.values(), ids=BROKEN_LINES)
+def test_broken_lines_of_quantised_weights_are_caught(part: str, name: str, change: Callable, message: str) -> None:
+    parts = Parts.of(_C.make_schedule(decoder(weights="int4", **LINES), AWAITED))
+    _C.validate(parts.build())
+    [shape, *_] = (job["cut"]["shape"] for job in parts.jobs("shape") if job["cut"]["kernel"].endswith("columns"))
+    assert shape["tile_rows"] * shape["chunk_bytes"] == 8192, "boxes fill slots"
+    assert break_first(parts, part, name, change)
+    with pytest.raises(RuntimeError, match="unsound schedule: .*" + message):
+        _C.validate(parts.build())
+
+
 # ---- latents
 
 
