@@ -42,6 +42,19 @@ std::string attribute(const std::string& name, const Attr& value) {
 
 }  // namespace
 
+Dialect cuda_dialect(const KernelContext& context, Refs& refs, const Node& node) {
+  Dialect cuda;
+  cuda.type = cuda_type;
+  cuda.pointer = [&](const Operand& operand) { return refs.pointer(node, operand.tensor, operand.is_write); };
+  cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may have any address
+    int64_t known = 16;
+    while (t.offset * size_bytes(t.dtype) % known != 0) known /= 2;
+    const bool is_input = context.graph().buffers()[t.buffer].kind == BufferKind::kInput;
+    return is_input ? size_bytes(t.dtype) : known;
+  };
+  return cuda;
+}
+
 std::string TileWriter::shared_limit() const {
   if (dialect_.max_shared_bytes == 0) return "";
   const std::string &name = node_.def->name, room = str(dialect_.max_shared_bytes);

@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include "context.h"
 #include "torch_mpk/graph/tiling.h"
 
 namespace mpk::codegen {
@@ -15,6 +16,9 @@ struct Dialect {
   std::function<int64_t(const Tensor&)> alignment;
   int64_t max_shared_bytes = 0;  // of a tile; 0: any number
 };
+
+// CUDA's, for a node of a launch. It refers to all three.
+Dialect cuda_dialect(const KernelContext& context, Refs& refs, const Node& node);
 
 class TileWriter {
  public:

@@ -67,7 +67,7 @@ void bind_graph(py::module_& m) {
          std::vector<std::string> attrs, std::string header, std::map<int, std::string> headers,
          std::vector<std::pair<std::string, int64_t>> tile, std::string stream, std::string cpu_body,
          const std::map<std::string, std::vector<std::string>>& traits, std::string joined_by, std::string tiled_by,
-         bool hands_over, bool scales_rows) {
+         bool hands_over, bool scales_rows, bool behind_rows) {
         std::vector<OperandSpec> specs;
         for (const auto& [operand, dims, optional, is_read, is_write] : operands)
           specs.push_back({operand, dims, optional, is_read, is_write});
@@ -77,14 +77,14 @@ void bind_graph(py::module_& m) {
         TaskRegistry::global().add({std::move(name), parse<Role>(kRoleNames, role, "role"), std::move(specs),
                                     std::move(attrs), std::move(header), std::move(headers), std::move(tile),
                                     std::move(stream), std::move(cpu_body), std::move(joined_by), std::move(tiled_by),
-                                    hands_over, scales_rows});
+                                    hands_over, scales_rows, behind_rows});
       },
       py::arg("name"), py::arg("role"), py::arg("operands"), py::arg("attrs"), py::arg("header"),
       py::arg("headers") = std::map<int, std::string>{},
       py::arg("tile") = std::vector<std::pair<std::string, int64_t>>{}, py::arg("stream") = "",
       py::arg("cpu_body") = "", py::arg("traits") = std::map<std::string, std::vector<std::string>>{},
       py::arg("joined_by") = "", py::arg("tiled_by") = "", py::arg("hands_over") = false,
-      py::arg("scales_rows") = false,
+      py::arg("scales_rows") = false, py::arg("behind_rows") = false,
       "Register a task kind. Raises ValueError when the name is taken by another signature.");
   m.def("task_names", [] { return TaskRegistry::global().names(); });
   m.def("op_names", &op_names, "The operations of pointwise programs.");

@@ -8,7 +8,8 @@ namespace {
 bool same(const TaskDef& a, const TaskDef& b) {
   if (a.role != b.role || a.attrs != b.attrs || a.header != b.header || a.headers != b.headers || a.tile != b.tile ||
       a.stream != b.stream || a.cpu_body != b.cpu_body || a.joined_by != b.joined_by || a.tiled_by != b.tiled_by ||
-      a.hands_over != b.hands_over || a.scales_rows != b.scales_rows || a.operands.size() != b.operands.size())
+      a.hands_over != b.hands_over || a.scales_rows != b.scales_rows || a.behind_rows != b.behind_rows ||
+      a.operands.size() != b.operands.size())
     return false;
   for (size_t i = 0; i < a.operands.size(); i++) {
     const OperandSpec &x = a.operands[i], &y = b.operands[i];

@@ -9,6 +9,7 @@
 #include "../schedule/kernel.h"
 #include "../schedule/proof.h"
 #include "../schedule/staging.h"
+#include "tiles_of_row.h"
 #include "torch_mpk/abi/partition.h"
 
 namespace mpk {
@@ -53,6 +54,9 @@ class Rows : public Kernel {
   }
 
   bool takes_companions() const override { return true; }
+  bool ends_with_tiles(const Schedule& schedule, const Job& job) const override {
+    return ends_with_tiles_of_rows(schedule, job);
+  }
 
   JobCode emit(const JobPlace& place) const override {
     const Node& node = place.node();
@@ -74,8 +78,12 @@ class Rows : public Kernel {
     const int at_once = rows_at_once(row_bytes, num_rows, warps);
     code.body = "  using T = " + std::string(cuda_type(x.dtype)) + ";\n" + constant("kRows", num_rows) +
                 constant("kAtOnce", at_once) + constant("kSize", size) + rows.text;
-    if (!place.job.epilogue.empty())
-      code.body += emit_row_epilogues(place.context, refs, place.job, place.job.epilogue, y, 32 / at_once);
+    const std::vector<int> tiles = tiles_behind(schedule.graph, place.job);
+    std::vector<int> points;
+    std::ranges::copy_if(place.job.epilogue, std::back_inserter(points), [&](int n) { return !contains(tiles, n); });
+    if (!points.empty()) code.body += emit_row_epilogues(place.context, refs, place.job, points, y, 32 / at_once);
+    code.body += emit_tiles_of_rows(place, refs, code);
+    if (!tiles.empty()) code.compute = "run_rows_of_tiles";
     return code;
   }
 };

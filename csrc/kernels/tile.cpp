@@ -52,15 +52,7 @@ class Tiles : public Kernel {
     const std::string& header = node.def->header_for(target.device_arch, target.arch);
     JobCode code{"Tile", "run_tiles", "", "kTileStagedBytes<V>", "", {"torch_mpk/device/tile.cuh", header}};
     Refs refs(context, code.refs);
-    Dialect cuda;
-    cuda.type = cuda_type;
-    cuda.pointer = [&](const Operand& operand) { return refs.pointer(node, operand.tensor, operand.is_write); };
-    cuda.alignment = [&](const Tensor& t) -> int64_t {  // inputs may have any address
-      int64_t known = 16;
-      while (t.offset * size_bytes(t.dtype) % known != 0) known /= 2;
-      const bool is_input = context.graph().buffers()[t.buffer].kind == BufferKind::kInput;
-      return is_input ? size_bytes(t.dtype) : known;
-    };
+    Dialect cuda = cuda_dialect(context, refs, node);
     cuda.max_shared_bytes = place.job.cut.staged_bytes;
     const TileWriter writer(node, cuda);
     const Operand* streamed = node.find(node.def->stream);

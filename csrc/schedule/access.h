@@ -206,6 +206,12 @@ inline std::optional<std::vector<int64_t>> strides_behind(const TBGraph& graph, 
   return found;
 }
 
+// Whether tile tasks end a job.
+inline bool has_tiles_behind(const TBGraph& graph, const Job& job) {
+  return std::any_of(job.epilogue.begin(), job.epilogue.end(),
+                     [&](int n) { return graph.nodes()[n].def->role == Role::kTile; });
+}
+
 // For each epilogue of a job: the position in the body of the node whose results it takes; -1: several nodes.
 inline std::vector<int> owners_of_epilogues(const TBGraph& graph, const Job& job) {
   std::map<int, int> owner_of;  // by buffer

@@ -61,8 +61,8 @@ class OrderProof {
             const Role role = s_.graph.nodes()[n].def->role;
             if (part == Part::kPrologue && role != Role::kRow)
               fail(name(n) + " is no row task, but stands in a prologue");
-            if (part == Part::kEpilogue && role != Role::kPointwise && role != Role::kRow)
-              fail(name(n) + " stands in an epilogue, but is neither pointwise nor a row task");
+            if (part == Part::kEpilogue && role != Role::kPointwise && role != Role::kRow && role != Role::kTile)
+              fail(name(n) + " stands in an epilogue, but is neither pointwise, nor a row task, nor one of tiles");
             if (part == Part::kEpilogue && role == Role::kRow && job.cut.row_sums) check_norm(job, n);
           }
       }
@@ -158,6 +158,7 @@ class OrderProof {
     if (to.part != Part::kEpilogue) return false;
     if (from.part == Part::kEpilogue && from.position >= to.position) return false;
     const Node& reader = s_.graph.nodes()[edge.to];
+    if (reader.def->role == Role::kTile) return from.part == Part::kBody && takes_result(edge);
     if (reader.def->role == Role::kRow)
       return job_at(to).cut.row_sums ? makes_rows(edge, from, reader) : hands_on_rows(edge, from, reader);
     return strides_behind(s_.graph, makers_of(job_at(to), edge.to), reader).has_value();
@@ -179,6 +180,14 @@ class OrderProof {
       if (made->tensor.buffer == edge.buffer)
         return same_rows(made->tensor, rows) && (!maker.program || stores_at_same_point(maker, *made));
     return false;
+  }
+
+  // Whether a tile task behind a node takes the elements that the node makes; which are a tile's is the kernel's proof.
+  bool takes_result(const Dependency& edge) const {
+    const Node &maker = s_.graph.nodes()[edge.from], &tiles = s_.graph.nodes()[edge.to];
+    return std::all_of(tiles.operands.begin(), tiles.operands.end(), [&](const Operand& operand) {
+      return operand.tensor.buffer != edge.buffer || same_elements(output(maker).tensor, operand.tensor);
+    });
   }
 
   // Whether a row task behind a node of the body takes the node's result, or that of another row task behind it.

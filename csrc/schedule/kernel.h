@@ -94,6 +94,9 @@ class MPK_KERNEL_API Kernel {
   // Whether such a job may have row tasks in its epilogue that could be a phase of their own.
   virtual bool ends_with_rows(const Schedule&, const Job&) const { return false; }
 
+  // Whether such a job may have the tile tasks in its epilogue: it computes them for each row that it makes.
+  virtual bool ends_with_tiles(const Schedule&, const Job&) const { return false; }
+
   // The elements of a staged vector that each worker would poll, for a job that it accepts. More than
   // kMaxPolledElements: it must not be polled.
   virtual int64_t polled_elements(const Schedule&, const Job&, const Tensor& made) const { return made.numel(); }

@@ -29,6 +29,8 @@ void attach_prologues(Draft& draft);
 // Moves row tasks of many rows to the end of jobs whose tiles hold whole rows, such as norms and rotations of a
 // prompt's heads, if that saves more than such tiles cost.
 void end_with_rows(Draft& draft);
+// Moves tile tasks of rows to the end of jobs that make these, where the kernel computes them row by row.
+void end_with_tiles(Draft& draft);
 // Assigns levels: the length of the longest chain of jobs before a job.
 void assign_levels(Draft& draft);
 // Makes a phase of each level's jobs, which waits for the phase before.

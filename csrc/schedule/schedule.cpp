@@ -29,6 +29,7 @@ const std::vector<Pass>& passes() {
       {"make_single_jobs", make_single_jobs, always},
       {"attach_prologues", attach_prologues, fused},
       {"end_with_rows", end_with_rows, fused_on_gpu},
+      {"end_with_tiles", end_with_tiles, fused_on_gpu},
       {"assign_levels", assign_levels, always},
       {"build_phases", build_phases, always},
       {"count_tiles", count_tiles, always},

@@ -182,6 +182,24 @@ def test_end_with_rows_shares_out_wide_heads_evenly() -> None:
     assert (job["shape"]["tile_rows"], job["fields"]["split"]) == (256, 1)
 
 
+def test_end_with_tiles() -> None:
+    """Those of a norm's rows, read by another node, too; not those of rows that a pointwise node makes."""
+    b = Builder()
+    x, y, z = (b.buffer(kind, kind, "bfloat16", [9, 512]) for kind in ("input", "workspace", "output"))
+    b.node("rms_norm", [("x", x)], y, {"eps": 1e-6, "style": "llama"}, "norm")
+    b.pointwise("neg", [y], z, "neg")
+    for made, label in ((y, "tiles"), (z, "others")):
+        results = [
+            b.buffer("output", label + d, d, shape)
+            for d, shape in (("float8_e4m3fn", [9, 4, 128]), ("float32", [9, 4]))
+        ]
+        operands = [(name, t, False, True) for name, t in zip(("numbers", "scales"), results)]
+        b.graph.add_node("quantise_rows", [("x", b.view(made, [9, 4, 128]), True, False), *operands], {}, None, label)
+    before, after = before_and_after(b.graph, "end_with_tiles")
+    assert parts(before.jobs, "body", "epilogue") == [(["norm"], []), (["neg"], []), (["tiles"], []), (["others"], [])]
+    assert parts(after.jobs, "body", "epilogue") == [(["norm"], ["tiles"]), (["neg"], []), (["others"], [])]
+
+
 def test_assign_levels() -> None:
     before, after = before_and_after(decoder(layers=1), "assign_levels")
     assert before.levels == []

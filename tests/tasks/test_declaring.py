@@ -75,6 +75,11 @@ def declare(
         ("x[R, H] -> y[R, H]", {"scales_rows": True}, "scales_rows= is for tasks of role 'row', this one's is 'tile'"),
         (
             "x[R, H] -> y[R, H]",
+            {"role": "row", "behind_rows": True},
+            "behind_rows= is for tasks of role 'tile', this one's is 'row'",
+        ),
+        (
+            "x[R, H] -> y[R, H]",
             {"role": "stream", "traits": StreamTraits(loaded=("x",), joined_by="y")},
             r"traits= names \['y'\], expected inputs",
         ),

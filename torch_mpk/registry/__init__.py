@@ -47,6 +47,7 @@ def task(
     float64: bool = False,
     traits: StreamTraits | None = None,
     scales_rows: bool = False,
+    behind_rows: bool = False,
     alone: str = "reference",
 ) -> Callable[[Callable[..., Any]], Task]:
     """Declare a task: ``@task("x[R, H], weight[H]? -> y[R, H]", tile="R")`` on its eager reference.
@@ -78,6 +79,8 @@ def task(
         scales_rows: of role "row", an element of the result is the input's times one factor a column and one a row,
             which follows from the sum of the row's squares: so what makes the rows may apply the one, and what
             multiplies them with a matrix the other.
+        behind_rows: of role "tile", a warp can compute any tile, to the same bits as more threads, and its code has no
+            shared memory: so tiles of what a norm or attention makes may be computed behind each of its rows.
         alone: what ``torch.ops.mpk.<task>`` runs where no compiled model is around it: the "reference", or the
             "kernel" of ``kernel_of``, for tasks that PyTorch has no kernel for. It is built when operands of such
             shapes first come; those that no code takes run the reference, with a warning.
@@ -92,7 +95,7 @@ def task(
     def declare(reference: Callable[..., Any]) -> Task:
         declared = Task(
             *(reference, signature, role, samples, header, tile, stream, cpu, pattern, float64, traits),
-            *(scales_rows, alone),
+            *(scales_rows, behind_rows, alone),
         )
         earlier = _tasks.get(declared.name)
         if earlier is not None and _is_same(earlier, declared):
@@ -129,6 +132,7 @@ def _register(declared: Task) -> None:
             declared.traits.tiled_by,
             declared.traits.hands_over,
             declared.scales_rows,
+            declared.behind_rows,
         )
     except ValueError as error:
         raise TaskError(f"{declared.name}: {error}") from None

@@ -53,6 +53,7 @@ class Task:
         float64: bool,
         traits: StreamTraits | None,
         scales_rows: bool,
+        behind_rows: bool,
         alone: str,
     ):
         check_reference(reference, signature)
@@ -74,9 +75,10 @@ class Task:
         self.traits = check_traits(self, traits)
         self.pattern = pattern
         self.float64 = float64
-        self.scales_rows = scales_rows
-        if scales_rows and role != "row":
-            raise TaskError(f"{self.name}: scales_rows= is for tasks of role 'row', this one's is {role!r}")
+        self.scales_rows, self.behind_rows = scales_rows, behind_rows
+        for trait, is_given, its_role in (("scales_rows", scales_rows, "row"), ("behind_rows", behind_rows, "tile")):
+            if is_given and role != its_role:
+                raise TaskError(f"{self.name}: {trait}= is for tasks of role {its_role!r}, this one's is {role!r}")
         if alone not in ("reference", "kernel"):
             raise TaskError(f"{self.name}: alone={alone!r}, expected 'reference' or 'kernel'")
         self.alone = alone

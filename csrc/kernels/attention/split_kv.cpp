@@ -6,6 +6,7 @@
 
 #include "../../schedule/refusals.h"
 #include "../../schedule/staging.h"
+#include "../tiles_of_row.h"
 #include "scores.h"
 #include "torch_mpk/abi/partition.h"
 #include "torch_mpk/abi/sizes.h"
@@ -126,6 +127,10 @@ std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& 
   cut.fields = list_fields(own);
   cut.cost_ns = memory_ns(schedule, job);
   return {cut};
+}
+
+bool SplitKvKernel::ends_with_tiles(const Schedule& schedule, const Job& job) const {
+  return ends_with_tiles_of_rows(schedule, job);
 }
 
 void SplitKvKernel::prove(const CutProof& proof) const {

@@ -66,6 +66,7 @@ class SplitKvKernel : public Kernel {
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override;
   void prove(const CutProof& proof) const override;
   bool takes_companions() const override { return true; }
+  bool ends_with_tiles(const Schedule& schedule, const Job& job) const override;
 
  private:
   virtual AttentionSizes sizes_of(const Node& node) const = 0;

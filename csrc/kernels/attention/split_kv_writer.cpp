@@ -1,18 +1,21 @@
 #include "split_kv_writer.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "../../codegen/checks.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
 #include "../../schedule/staging.h"
+#include "../tiles_of_row.h"
 #include "scores.h"
 
 namespace mpk::codegen {
 
 AttentionWriter::AttentionWriter(const JobPlace& place, const std::string& keys, const std::string& values,
                                  const char* kind)
-    : context_(place.context),
+    : place_(place),
+      context_(place.context),
       phase_(place.phase),
       job_(place.job),
       own_(fields_of<SplitKvFields>(job_.cut)),
@@ -29,7 +32,8 @@ AttentionWriter::AttentionWriter(const JobPlace& place, const std::string& keys,
       refs_(context_, code_.refs) {}
 
 JobCode AttentionWriter::run() {
-  require(job_.body.size() == 1 && job_.epilogue.empty(), node_, "attention takes no companions and no epilogue");
+  require(job_.body.size() == 1 && job_.epilogue.size() == tiles_behind(context_.graph(), job_).size(), node_,
+          "attention takes no companions, and no epilogue but tiles");
   for (const Operand* operand : {&keys_, &values_}) context_.aligned_rows(operand->tensor, false);
   write_sizes();
   write_positions();
@@ -50,9 +54,13 @@ void AttentionWriter::write_sizes() {
 }
 
 void AttentionWriter::write_result() {
-  code_.body += flag("kPolled", context_.polled(y_.buffer)) +
-                returning(context_.polled(y_.buffer) ? "uint16_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
-                          refs_.pointer(node_, y_, true) + element_at(y_, {"b", "h"}));
+  const bool is_stored = std::ranges::find(job_.unstored, y_.buffer) == job_.unstored.end();
+  code_.body += flag("kPolled", context_.polled(y_.buffer)) + flag("kStored", is_stored);
+  if (is_stored)
+    code_.body +=
+        returning(context_.polled(y_.buffer) ? "uint16_t*" : "T*", "y(const Job& job, uint32_t b, uint32_t h)",
+                  refs_.pointer(node_, y_, true) + element_at(y_, {"b", "h"}));
+  code_.body += emit_tiles_of_rows(place_, refs_, code_);
 }
 
 // The chains that stage rows of q, k_new and v_new. Chains number their references from 0, so that equal chains have

@@ -31,6 +31,7 @@ class AttentionWriter {
   // Bytes from position to position, along a dimension of the keys and values.
   std::string pitches(size_t dimension) const;
 
+  const JobPlace place_;
   KernelContext& context_;
   const int phase_;
   const Job& job_;

@@ -217,6 +217,11 @@ MPK_DEVICE void run_chain(Group& group, const Job& job, uint32_t row, T* data) {
 template <class V>
 concept HasEpilogue = Constants<int, V::kWidth>;
 
+// Jobs with tiles of what each row has become. tiles(job, row, data, first, step, lane): a warp computes every `step`th
+// of the row's tiles from `first` on.
+template <class V>
+concept HasTiles = Constants<bool, V::kHasTiles>;
+
 struct Nothing {};
 template <class V>
 MPK_DEVICE auto common_of(const Job& job) {
@@ -253,11 +258,17 @@ MPK_DEVICE void run_rows_by_lanes(C& c, const Job& job) {
       if (row < V::kRows) finish_row<V>(group, job, row, data, common);
       group.sync();
     }
+    if constexpr (HasTiles<V>) {  // the whole warp takes its rows one by one
+      const T* rows = reinterpret_cast<const T*>(c.staged() + c.warp * V::kAtOnce * kLaneRowPitch<V>);
+      for (uint32_t i = 0; i < V::kAtOnce && first + i < V::kRows; i++)
+        V::tiles(job, first + i, rows + i * (kLaneRowPitch<V> / sizeof(T)), 0, 1, c.lane);
+      group.sync();
+    }
   }
 }
 
-// A job of row tasks and its epilogue. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also stores the row where
-// others need it; or HasEpilogue.
+// A job of row tasks, and its epilogue or tiles. V: T, kRows, kAtOnce, kSize; Chain<Group>, which also stores the row
+// where others need it; HasEpilogue or HasTiles.
 template <class V, class C>
 MPK_DEVICE void run_rows(C& c, const Job& job) {
   using T = typename V::T;
@@ -277,6 +288,10 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
         finish_row<V>(group, job, row, data, common);
         group.sync();
       }
+      if constexpr (HasTiles<V>) {
+        V::tiles(job, row, data, 0, 1, c.lane);
+        group.sync();
+      }
     }
   } else {
     CtaThreads<C> group(c);
@@ -288,6 +303,13 @@ MPK_DEVICE void run_rows(C& c, const Job& job) {
       if constexpr (HasEpilogue<V>) {
         finish_row<V>(group, job, row, data, common);
         if (!c.sync()) return;
+      }
+      if constexpr (HasTiles<V>) {
+        c.call([&] {
+          V::tiles(job, row, data, c.warp, kConsumerWarps, c.lane);
+          return c.sync();
+        });
+        if (!c.alive) return;
       }
     }
   }

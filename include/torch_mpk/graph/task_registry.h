@@ -59,6 +59,9 @@ struct TaskDef {
   // kRow: it multiplies an element by a factor of its column and one of its row, which follows from the row's sum of
   // squares.
   bool scales_rows = false;
+  // kTile: a warp can compute any tile, to the same bits as a larger group, and without shared memory. So a job that
+  // makes whole rows may end with its tiles (`Kernel::ends_with_tiles`).
+  bool behind_rows = false;
 
   // Whether the loader, which runs ahead of the phase, reads an operand.
   bool streams() const { return role == Role::kStream || !stream.empty(); }

@@ -127,7 +127,8 @@ struct Job {
   std::string run;
   // Pointwise tasks on the body's output elements, inlined: each takes one node's results, unless it combines several.
   // If rows are many, row tasks may precede them, on rows that tiles hold as a whole. The last may be a norm of the
-  // job's rows (`Cut::row_sums`): it stores results without the row's factor, and readers multiply by it.
+  // job's rows (`Cut::row_sums`): it stores results without the row's factor, and readers multiply by it. Tile tasks of
+  // whole rows that a kernel makes are computed for each row (`Kernel::ends_with_tiles`).
   std::vector<int> epilogue;
   Cut cut;
   std::vector<Alternative> others;  // the other kernels to choose from, the next best first

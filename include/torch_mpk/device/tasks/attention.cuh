@@ -245,9 +245,10 @@ MPK_DEVICE bool add_tile(C& c, const Job& job, const KvSplit& split, uint32_t in
 }
 
 // Merges the warps' results of a head, which begin at `results`. The worker of the group's last split adds the other
-// splits' partial results, and stores the head. False when the launch was aborted.
+// splits' partial results, and stores the head, or computes its tiles, in the place of the results. False when the
+// launch was aborted.
 template <class V, class C>
-MPK_DEVICE bool combine_head(C& c, const Job& job, const KvSplit& split, int head, const float* results) {
+MPK_DEVICE bool combine_head(C& c, const Job& job, const KvSplit& split, int head, float* results) {
   Combined<V> all(results, Shape<V>::kStored * kPartial<V>, c.lane);
   if constexpr (kMayCut<V>) {
     const uint32_t tag = tag_of(c);
@@ -258,7 +259,19 @@ MPK_DEVICE bool combine_head(C& c, const Job& job, const KvSplit& split, int hea
     }
     if (!all.add(c, partials, split.index, tag)) return false;
   }
-  all.store(job, split.row, split.group * V::kHeads + head, c.lane);
+  const uint32_t number = split.group * V::kHeads + head;
+  if constexpr (V::kStored) all.store(job, split.row, number, c.lane);
+  if constexpr (HasTiles<V>) {
+    using T = typename V::T;
+    T* row = reinterpret_cast<T*>(results);
+    __syncwarp();
+    all.finish(job, number, c.lane, [&](uint32_t at, const auto& rounded) {
+#pragma unroll
+      for (int e = 0; e < Shape<V>::kWidth; e++) row[at + e] = rounded.v[e];
+    });
+    __syncwarp();
+    V::tiles(job, split.row * kUnits<V> * V::kHeads + number, row, 0, 1, c.lane);
+  }
   return true;
 }
 
@@ -349,7 +362,7 @@ MPK_DEVICE bool produce_stages(C& c, const Job& job, const Cut<V>& cut, const Po
   using S = Shape<V>;
   const int helper = c.warp - kTileWarps<V>;
   const auto combine = [&](const KvSplit& split, uint32_t stage) {
-    const float* stored = reinterpret_cast<const float*>(stage_of<V>(c, stage) + S::kCombineOffset);
+    float* stored = reinterpret_cast<float*>(stage_of<V>(c, stage) + S::kCombineOffset);
     if (!await_stage(c, c.stages().empty, stage, Waiting::kFreeSlot)) return false;
 #pragma unroll 1
     for (int head = helper; head < V::kHeads; head += kProducerWarps)

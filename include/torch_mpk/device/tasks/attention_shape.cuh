@@ -26,8 +26,8 @@ concept Sizes = Scores<V> && requires {
   requires Constants<uint32_t, V::kPitchK, V::kPitchV>;
   // Scratch for the result of a head of a split.
   requires Constants<int, V::kPartialBytes>;
-  // y is a polled vector.
-  requires Constants<bool, V::kPolled>;
+  // y is a polled vector; it is stored.
+  requires Constants<bool, V::kPolled, V::kStored>;
   // RowsK is RowsQ, and RowsV fetches rows as RowsQ does, without tasks.
   requires Constants<bool, V::kOneChain>;
   // Limits, the slot and the chains' first operands are known before the phase's events.
@@ -58,13 +58,18 @@ concept InPages = Constants<int, V::kPageSize> && requires(const Job& job, uint3
   { V::v_pages(job, page, b) } -> Same<typename V::T*>;
 };
 
+// The result is stored, unless nothing but its tiles is needed.
+template <class V>
+concept StoresHeads = requires(const Job& job, uint32_t b, uint32_t h) {
+  { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
+};
+
 // Operands, for batch row b, group g and head h.
 template <class V>
 concept Places = (InCaches<V> || InPages<V>) && requires(const Job& job, uint32_t b, uint32_t h) {
   { V::limit(job, b) } -> Same<int64_t>;
   { V::partials(job) } -> Same<uint8_t*>;
-  { V::y(job, b, h) } -> Same<typename Choose<V::kPolled, uint16_t*, typename V::T*>::Type>;
-} && (!V::kHasMask || Masked<V>) && (!V::kHasSinks || HasSinks<V>);
+} && (V::kStored ? StoresHeads<V> : HasTiles<V>) && (!V::kHasMask || Masked<V>) && (!V::kHasSinks || HasSinks<V>);
 
 // Stages rows, with the batch row as a parameter, from references that begin at number `first`. C: the consumer.
 template <class Rows, class V, class C, auto first>

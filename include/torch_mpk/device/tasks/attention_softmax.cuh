@@ -282,8 +282,9 @@ struct Combined {
     return true;
   }
 
-  // Stores the rounded result in memory, or in a polled vector. Without any key it is zero or NaN.
-  MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
+  // Calls take(at, elements) with the lane's parts of the rounded result. Without any key it is zero or NaN.
+  template <class F>
+  MPK_DEVICE void finish(const Job& job, uint32_t head, uint32_t lane, F take) const {
     float total = sum, kept = 1;
     if constexpr (V::kHasSinks) kept = add_sink<T>(V::sink(job, head), max, total);
     const bool zero = V::kZeroWithoutKeys && total == 0;
@@ -291,19 +292,25 @@ struct Combined {
 #pragma unroll
     for (int s = 0; s < S::kSteps; s++) {
       if (!S::holds(s, lane)) continue;
-      auto* y = V::y(job, row, head) + (lane + 32 * s) * S::kWidth;
       float v[S::kWidth];
 #pragma unroll
       for (int e = 0; e < S::kWidth; e++)
         v[e] = sizeof(T) == 2 ? out[s][e] * inverse : zero ? 0.0f : out[s][e] * kept / total;
-      const Vec<T, S::kWidth> rounded = round_to<T>(v);
+      take((lane + 32 * s) * S::kWidth, round_to<T>(v));
+    }
+  }
+
+  // Stores it in memory, or in a polled vector.
+  MPK_DEVICE void store(const Job& job, uint32_t row, uint32_t head, uint32_t lane) const {
+    finish(job, head, lane, [&](uint32_t at, const Vec<T, S::kWidth>& rounded) {
+      auto* y = V::y(job, row, head) + at;
       if constexpr (V::kPolled) {
         store_elements(y, rounded);
       } else {
 #pragma unroll
         for (int e = 0; e < S::kWidth; e++) y[e] = rounded.v[e];
       }
-    }
+    });
   }
 
   // Stores a partial result for the worker of the group's last split.
