@@ -5,8 +5,7 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kFewestRows = 9;     // of x: fewer have a kernel of warps
-constexpr int64_t kGroupColumns = 64;  // that share a scale; fewer would take too many registers
+constexpr int64_t kFewestRows = 9;  // of x: fewer have a kernel of warps
 // A warpgroup takes so long for a line, and for each 32 columns of it beside that. Samples of an H200's program counter
 // said 170 and 155, before loads went ahead of conversions.
 constexpr double kLineNs = 170, kSliceNs = 120;
@@ -25,20 +24,7 @@ class QuantizedWarpgroups : public WarpgroupsKernel {
     return kLineNs + kSliceNs * double(format.columns_of(kWarpgroupLineBytes) / kSliceColumns);
   }
 
-  // Numbers are converted slice by slice, and take scales of x's type.
-  std::optional<std::string> refuses_format(const Node& node) const override {
-    const WeightFormat f = WeightFormat::of(node);
-    const DType dtype = node.operand("x").tensor.dtype;
-    if (f.quantizes_x()) return "x is quantised";
-    if (!has_blocks_of_rows(f) || (f.block_columns % kGroupColumns != 0 && f.block_columns < f.columns))
-      return "blocks of scales are not whole blocks of " + std::to_string(kWarpRows) + " x " +
-             std::to_string(kGroupColumns);
-    if (f.scales_rows()) return std::nullopt;
-    if (f.block_rows != 1 && f.block_rows < f.rows) return "rows share scales";
-    if (f.scale_dtype != dtype || (f.zero == ZeroKind::kAdded && f.zero_bytes != size_bytes(dtype)))
-      return "scales are " + std::string(info(f.scale_dtype).name) + ", and x is " + info(dtype).name;
-    return std::nullopt;
-  }
+  std::optional<std::string> refuses_format(const Node& node) const override { return refuses_conversion(node); }
 
   codegen::JobCode emit(const codegen::JobPlace& place) const override {
     return WarpgroupsWriter(place, "QuantizedWarpgroups", "linear::compute_quantized_warpgroups",

@@ -72,6 +72,21 @@ bool has_blocks_of_rows(const WeightFormat& f) {
          f.row_bytes() % kBoxRowBytes == 0 && (f.scales_rows() || are_rows);
 }
 
+std::optional<std::string> refuses_conversion(const Node& node) {
+  constexpr int64_t kGroupColumns = 64;  // that share a scale; fewer would take too many registers
+  const WeightFormat f = WeightFormat::of(node);
+  const DType dtype = node.operand("x").tensor.dtype;
+  if (f.quantizes_x()) return "x is quantised";
+  if (!has_blocks_of_rows(f) || (f.block_columns % kGroupColumns != 0 && f.block_columns < f.columns))
+    return "blocks of scales are not whole blocks of " + std::to_string(kWarpRows) + " x " +
+           std::to_string(kGroupColumns);
+  if (f.scales_rows()) return std::nullopt;
+  if (f.block_rows != 1 && f.block_rows < f.rows) return "rows share scales";
+  if (f.scale_dtype != dtype || (f.zero == ZeroKind::kAdded && f.zero_bytes != size_bytes(dtype)))
+    return "scales are " + std::string(info(f.scale_dtype).name) + ", and x is " + info(dtype).name;
+  return std::nullopt;
+}
+
 void BoxedWriter::add_weight(const Node& node, const Tensor& weight) {
   refs_.add_map(node, in_words(weight), shape_.tile_rows, shape_.chunk_bytes / 2);
 }

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_warpgroups.cuh"
-#include "torch_mpk/device/tasks/quantized_weights.cuh"
+#include "torch_mpk/device/tasks/widened_weights.cuh"
 
 namespace mpk::linear {
 
@@ -28,16 +28,6 @@ struct ConvertedShape {
   static_assert(kGroup % kSlice == 0 && kBoxColumns % kSlice == 0);
 };
 
-// The number that stands above what a weight's bits are converted to, see `widen`.
-template <class V>
-constexpr float above() {
-  if constexpr (V::kWeightBits == 4) {
-    return FourBits<typename V::T>::kAbove;
-  } else {
-    return !V::kIsE4M3 && kSame<typename V::T, __half> ? 1024 + 128 : 0;
-  }
-}
-
 // Loads two neighbouring weights.
 template <class V>
 MPK_DEVICE uint32_t load_pair(ptx::SharedAddress from) {
@@ -48,56 +38,11 @@ MPK_DEVICE uint32_t load_pair(ptx::SharedAddress from) {
   }
 }
 
-// Makes two weights numbers of T that are `above` what they stand for.
-template <class V>
-MPK_DEVICE uint32_t widen(uint32_t pair) {
-  using T = typename V::T;
-  if constexpr (V::kWeightBits == 4) {
-    constexpr uint32_t kBase = FourBits<T>::kBase;
-    return ptx::mask_and_flip(pair * 0x1001u, 0x000f000f, V::kHasMiddle ? kBase : kBase ^ 0x00080008);
-  } else if constexpr (V::kIsE4M3) {
-    const uint32_t halves = ptx::halves_of_e4m3(static_cast<uint16_t>(pair));
-    if constexpr (kSame<T, __half>) {
-      return halves;
-    } else {
-      const float2 numbers = __half22float2(reinterpret_cast<const __half2&>(halves));
-      const __nv_bfloat162 exact = __floats2bfloat162_rn(numbers.x, numbers.y);
-      return reinterpret_cast<const uint32_t&>(exact);
-    }
-  } else {
-    const uint32_t bytes = ptx::choose_bytes(pair, 0, 0x4140);  // each in 16 bits
-    if constexpr (kSame<T, __half>) {
-      return ptx::mask_and_flip(bytes, 0x00ff00ff, 0x64806480);
-    } else {
-      // bfloat16 has room for 7 bits: they are above 128, of which the sign takes one or two.
-      return ptx::subtract_pairs<T>(ptx::mask_and_flip(bytes, 0x007f007f, 0x43004300),
-                                    ptx::mask_and_flip(bytes, 0x00800080, 0x43004300));
-    }
-  }
-}
-
-template <class T>
-MPK_DEVICE uint32_t bits_of(T number) {
-  static_assert(sizeof(T) == 2);
-  return reinterpret_cast<const uint16_t&>(number);
-}
-// A number twice.
-template <class T>
-MPK_DEVICE uint32_t pair_of(T number) {
-  return bits_of(number) * 0x10001u;
-}
-
-// A pair of widened weights has `taken` taken from it, is multiplied by `scale`, and has `added` added then.
-struct PairFactors {
-  uint32_t taken, scale, added;
-};
-
 // The scales and zero points of a warp's 16 rows of a line, group after group. A lane loads some of them, long before
 // they are needed, and lanes exchange them then.
 template <class V, bool there = !V::kScalesByRow>
 struct LineFactors {
   using Q = ConvertedShape<V>;
-  using T = typename V::T;
   static constexpr int kCount = Q::kGroups * kWarpRows, kOfLane = (kCount + 31) / 32;
   GivenScale<V> given[kOfLane];
 
@@ -116,36 +61,19 @@ struct LineFactors {
     });
   }
 
-  // The scale in the low half of a word, and in the high half what is added, or taken.
   struct Words {
-    uint32_t words[kOfLane];
+    uint32_t words[kOfLane];  // see pack_factors
     // For half `i` of the rows, of which a lane has one.
     MPK_DEVICE PairFactors find(int group, int i, int lane) const {
       const int number = group * kWarpRows + 8 * i;
-      const uint32_t word = __shfl_sync(~0u, words[number / 32], number % 32 + lane / 4);
-      const uint32_t scale = ptx::low_halves(word, word), other = ptx::high_halves(word, word);
-      return V::kZero == kAddedZero ? PairFactors{pair_of(cast<T>(above<V>())), scale, other}
-                                    : PairFactors{other, scale, 0};
+      return factors_of<V>(__shfl_sync(~0u, words[number / 32], number % 32 + lane / 4));
     }
   };
   MPK_DEVICE Words words(const WarpRows& rows, uint32_t line, int lane) const {
     Words packed;
-    find_places(rows, line, lane, [&](uint32_t n, uint32_t, int i) {
-      T other = cast<T>(above<V>());
-      if constexpr (V::kZero == kAddedZero)
-        other = given[i].zero_point;
-      else if constexpr (V::kZero != kNoZero)
-        other = cast<T>(above<V>() + to_float(block_scale<V>(0, given[i], rows.which, n).zero_point));
-      packed.words[i] = ptx::low_halves(bits_of(given[i].scale), bits_of(other));
-    });
+    find_places(rows, line, lane,
+                [&](uint32_t n, uint32_t, int i) { packed.words[i] = pack_factors<V>(given[i], rows.which, n); });
     return packed;
-  }
-  MPK_DEVICE static uint32_t apply(uint32_t widened, const PairFactors& f) {
-    const uint32_t numbers = ptx::subtract_pairs<T>(widened, f.taken);
-    if constexpr (V::kZero == kAddedZero)
-      return ptx::fma_pairs<T>(numbers, f.scale, f.added);
-    else
-      return ptx::multiply_pairs<T>(numbers, f.scale);
   }
 
   // To L2, before anything is awaited: eight at a time, whichever way they are neighbours.
@@ -166,15 +94,11 @@ struct LineFactors {
 // Where V::finish applies them.
 template <class V>
 struct LineFactors<V, false> {
-  using T = typename V::T;
   struct Words {
-    MPK_DEVICE PairFactors find(int, int, int) const { return {pair_of(cast<T>(above<V>())), 0, 0}; }
+    MPK_DEVICE PairFactors find(int, int, int) const { return unscaled_factors<V>(); }
   };
   MPK_DEVICE void load(const Job&, const WarpRows&, uint32_t, int) {}
   MPK_DEVICE Words words(const WarpRows&, uint32_t, int) const { return {}; }
-  MPK_DEVICE static uint32_t apply(uint32_t widened, const PairFactors& f) {
-    return above<V>() == 0 ? widened : ptx::subtract_pairs<T>(widened, f.taken);
-  }
   MPK_DEVICE static void fetch(const Job&, Span, int) {}
 };
 
@@ -200,7 +124,7 @@ struct Slice {
 #pragma unroll
     for (int k = 0; k < Q::kSteps; k++)
 #pragma unroll
-      for (int m = 0; m < 4; m++) weights[k].v[m] = LineFactors<V>::apply(widen<V>(pairs[k][m]), factors[m % 2]);
+      for (int m = 0; m < 4; m++) weights[k].v[m] = apply_factors<V>(widen<V>(pairs[k][m]), factors[m % 2]);
   }
 };
 
