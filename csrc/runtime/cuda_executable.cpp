@@ -281,7 +281,7 @@ void CudaExecutable::write_maps(Maps& maps) {
                             static_cast<unsigned>(m.box_columns / box_columns)};
     const unsigned steps[] = {1, 1, 1};
     // With narrow boxes, L2 also loads the columns beside them, which are next.
-    const int promotion = m.box_columns == 64 ? cu::kTensorMapPromotion256 : 0;
+    const int promotion = m.box_columns <= 64 ? cu::kTensorMapPromotion256 : 0;
     driver_.check(
         driver_.tensor_map_encode(
             &encoded[i], cu::kTensorMapUint16, 3, reinterpret_cast<void*>(maps.bases[i] + m.offset), sizes, strides,

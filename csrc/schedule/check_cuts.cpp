@@ -88,7 +88,8 @@ class CutCheck {
 
   void check_boxes(const TileShape& s) const {
     const std::string box = "a box of " + str(s.tile_rows) + " rows of " + str(s.chunk_bytes) + " bytes";
-    require(s.tile_rows <= 256 && s.tile_rows % 8 == 0 && s.chunk_bytes % kBoxRowBytes == 0 &&
+    const int64_t lines = s.x_rows > 0 ? kAccessBytes : kBoxRowBytes;  // beside x, weights may have narrower rows
+    require(s.tile_rows <= 256 && s.tile_rows % 8 == 0 && s.chunk_bytes % lines == 0 &&
                 s_.warps.slot_bytes % kBoxAlignment == 0,
             box + " is none that the copy engine copies to slots of " + str(s_.warps.slot_bytes));
     require(s.run == 1 && !s.shares_entries && job_.assignment == Assignment::kStatic,

@@ -212,7 +212,30 @@ class Products:
         return results
 
 
-@pytest.mark.parametrize(("rows", "k", "dtype", "sizes"), LINES, ids=str)
+# The same with many rows of x.
+TILES: list[tuple[int, int, torch.dtype, list[dict[str, Any]]]] = [
+    (130, 512, torch.bfloat16, [
+        {"n": 200, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+        {"n": 72, "storage": torch.int8, "bias": True, **ROWS},
+        {"n": 72, **ROWS},
+    ]),
+    (70, 768, torch.float16, [
+        {"n": 136, "scale": torch.float16, "zero": torch.int32, "bias": True, **(WORDS | {"block_columns": 64})},
+        {"n": 40, "storage": torch.uint8, "scale": torch.float16, **GROUPS},
+        {"n": 40, "storage": torch.int8, "scale": torch.float16, "zero": torch.int8, "block_rows": 1,
+         "block_columns": 128},
+        {"n": 120, "storage": torch.int8, **ROWS},
+        {"n": 120, "scale": torch.bfloat16, **ROWS},
+    ]),
+    (517, 256, torch.bfloat16, [
+        {"n": 264, "scale": torch.bfloat16, "zero": torch.int32, **(WORDS | {"block_columns": 256})},
+        {"n": 43, "storage": torch.uint8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+        {"n": 16, "storage": torch.uint8, "bias": True, **(GROUPS | {"block_columns": 0})},
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "k", "dtype", "sizes"), LINES + TILES, ids=str)
 def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes: list[dict[str, Any]]) -> None:
     """One and several passes, boxes and parts of a worker; groups of columns, and of whole rows, with zero points of
     each kind; heights that are no whole blocks; rows of x that are no eights. An x that is quantised is so before."""
@@ -222,7 +245,8 @@ def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes
     kernel = emulate(lowered.graph, workers=4)
     cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs]
     task = "e4m3_linear" if any("x_scale" in each or "x_columns" in each for each in sizes) else "quantized_linear"
-    assert {cut.kernel for cut in cuts} - {"pointwise", "tile"} == {f"{task}.warpgroups"}
+    way = "tiles" if rows > 64 else "warpgroups"
+    assert {cut.kernel for cut in cuts} - {"pointwise", "tile"} == {f"{task}.{way}"}
     assert rows not in (24, 40) or {cut.fields.get("split", 1) for cut in cuts} > {1}
     for order in get_args(Order):
         results = fresh(lowered)
@@ -236,11 +260,20 @@ def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes
     ("rows", "k", "dtype", "sizes"),
     [
         *LINES,
+        *TILES,
         *((rows, 4096, torch.bfloat16, [
             {"n": 24576, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
             {"n": 4096, "storage": torch.int8, **ROWS},
             {"n": 6144, **FP8},
         ]) for rows in (17, 32, 64)),
+        *((rows, 4096, dtype, [
+            {"n": 24576, "storage": torch.int8, "scale": dtype, "zero": dtype, **GROUPS},
+            {"n": 6144, "scale": dtype, "zero": torch.int32, **(WORDS | {"block_columns": 64})},
+            {"n": 4096, "storage": torch.int8, **ROWS},
+            {"n": 1024, "bias": True, **ROWS},
+        ]) for rows, dtype in (
+            (128, torch.float16), (512, torch.bfloat16), (517, torch.float16), (2048, torch.bfloat16)
+        )),
     ],
     ids=str,
 )  # fmt: skip
@@ -364,9 +397,9 @@ def test_every_number_is_rounded_to_e4m3(arch: int) -> None:
 
 
 MATRICES: list[dict[str, Any]] = [
-    {"n": 200, "k": 256, "storage": torch.int8, "bias": True, **ROWS},
+    {"n": 200, "k": 192, "storage": torch.int8, "bias": True, **ROWS},
     {"n": 96, "k": 384, "block_rows": 128, "block_columns": 128},
-    {"n": 72, "k": 256, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
+    {"n": 72, "k": 384, "storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS},
     {"n": 43, "k": 512, "storage": torch.uint8, "zero": torch.uint8, **GROUPS},
     {"n": 48, "k": 256, "storage": torch.int32, "zero": torch.int32, "dtype": torch.float16, "apart": True,
      **(GROUPS | {"packed": 8, "block_columns": 32})},
@@ -378,7 +411,7 @@ MATRICES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("rows", "arch", "kernel"), [(70, 90, "tiles"), (20, 100, "rows"), (3, 80, "vector")])
 def test_weights_that_become_matrices(rows: int, arch: int, kernel: str) -> None:
-    """Weights of a prompt do, and weights that come in no boxes."""
+    """Weights of a prompt do that warpgroups do not convert, and weights that come in no boxes."""
     sizes = MATRICES if rows == 70 else MATRICES[-4:-1]
     check([call(rows=rows, **each) for each in sizes], arch, {"dequantise", f"linear.{kernel}"})
 
@@ -441,7 +474,7 @@ def test_a_decoder_whose_warpgroups_multiply_lines(weights: str, task: str, bodi
 
 @pytest.mark.parametrize(
     ("weights", "batch", "kernel"),
-    [("fp8", 70, "e4m3_linear.tiles"), ("int4", 70, "dequantise")],
+    [("fp8", 70, "e4m3_linear.tiles"), ("int4", 70, "quantized_linear.tiles")],
 )
 def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kernel: str) -> None:
     sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 90}

@@ -72,7 +72,7 @@ def test_weights_that_are_converted_in_registers_stand_beside() -> None:
 
 def test_matrices_of_prompts_take_turns_at_few_places() -> None:
     """Made after those that they overwrite have been read, not all at the launch's start."""
-    sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 384, "layers": 3}
+    sizes = {"hidden": 384, "heads": 6, "groups": 2, "head_dim": 64, "ffn": 384, "layers": 3}
     made = _C.make_schedule(decoder(batch=70, weights="int4", **sizes), _C.Target("cuda", 90, 132, 232448))
     _C.validate(made)
     tasks = [node.task for node in made.graph.nodes]
@@ -80,6 +80,15 @@ def test_matrices_of_prompts_take_turns_at_few_places() -> None:
     assert len([b for b in made.graph.buffers if b.name.startswith("matrix.")]) == 4  # q, k and v; o
     first = [made.graph.nodes[job.body[0]].task for job in made.phases[0].jobs]
     assert first.count("dequantise") == 4
+
+
+def test_only_weights_that_warpgroups_do_not_convert_become_matrices() -> None:
+    """Of each layer's seven, down has rows that are no multiple of 128 bytes."""
+    sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 384, "layers": 2}
+    made = _C.make_schedule(decoder(batch=70, weights="int4", **sizes), _C.Target("cuda", 90, 132, 232448))
+    _C.validate(made)
+    kernels = [job.cut.kernel for phase in made.phases for job in phase.jobs for _ in job.body]
+    assert (kernels.count("dequantise"), kernels.count("quantized_linear.tiles")) == (2, 12)
 
 
 @pytest.mark.parametrize(("rows", "times"), [(1, 2), (8, 2), (9, 1)])

@@ -38,6 +38,7 @@ _WORDS = {"weight": torch.int32, "weight_scale": torch.float16, "zero": torch.in
         loaded=("weight", "weight_scale", "zero", *_TABLES),
         staged=("x",),
         whole=("x",),
+        boxed=("x",),
         takes_rows=("x",),
         joined_by="x",
         tiled_by="weight",

@@ -1,5 +1,6 @@
 // Quantised weights beside an x that is not: a matrix of 16 bits is made of each, shortly before linear multiplies by
-// it. Where x has many rows, or weights come in no boxes, that takes less time than to convert them in products.
+// it. Where weights come in no boxes, or x has some rows, that takes less time than to convert them in products. With
+// many rows of x, warpgroups convert what they can themselves (quantized_tiles.cpp), and the rest becomes matrices.
 #include <algorithm>
 #include <map>
 #include <string>
@@ -14,6 +15,7 @@
 #include "../../schedule/rewrite.h"
 #include "blocks.h"
 #include "format_members.h"
+#include "quantized_tiles.h"
 #include "tiles.h"
 #include "writer.h"
 
@@ -32,7 +34,10 @@ struct Place {
 
 class Dequantises {
  public:
-  explicit Dequantises(const TBGraph& graph) : graph_(graph) {
+  Dequantises(const TBGraph& graph, const Target& target) : graph_(graph), target_(target) {
+    are_many_rows_ = std::ranges::any_of(graph.nodes(), [&](const Node& node) {
+      return converts_tiles(graph, node, target) && node.operand("x").tensor.shape[0] >= kFewestTileRows;
+    });
     find_places();
     if (places_.empty()) return;
     TBGraph made = with_buffers_of(graph);
@@ -48,6 +53,7 @@ class Dequantises {
  private:
   bool takes(const Node& node) const {
     if (node.def->name != "quantized_linear" || WeightFormat::refuses(node)) return false;
+    if (are_many_rows_ && converts_tiles(graph_, node, target_)) return false;
     const WeightFormat format = WeightFormat::of(node);
     const Tensor &x = node.operand("x").tensor, &y = node.operands.back().tensor;
     const bool is_known = std::ranges::all_of(node.operands, [&](const Operand& operand) {
@@ -99,6 +105,8 @@ class Dequantises {
   }
 
   const TBGraph& graph_;
+  const Target& target_;
+  bool are_many_rows_ = false;   // of x, which warpgroups multiply
   std::map<int, Place> places_;  // of nodes
   std::map<Place, int64_t> bytes_;
   std::map<Place, int> buffers_;
@@ -107,7 +115,7 @@ class Dequantises {
 
 std::optional<TBGraph> dequantise(const TBGraph& graph, const Target& target) {
   if (target.device != "cuda") return std::nullopt;
-  return Dequantises(graph).result();
+  return Dequantises(graph, target).result();
 }
 
 // ---- the kernel

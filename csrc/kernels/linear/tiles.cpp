@@ -164,6 +164,8 @@ void TilesKernel::prove(const CutProof& proof) const {
           s.x_rows % 8 == 0 && s.readers == warps.consumers,
       "tiles of " + proof.str(s.x_rows) + " rows of x are not what " + proof.str(kWarpgroups) + " warpgroups multiply");
   const std::vector<int64_t> widest = widths(proof.schedule(), proof.job());
+  proof.require(s.chunk_bytes % kBoxRowBytes == 0,
+                "chunks of " + proof.str(s.chunk_bytes) + " bytes are not whole blocks of 64 columns");
   proof.require(s.chunk_parts == s.parts && !widest.empty() && s.tile_rows * s.parts <= std::ranges::max(widest),
                 "an entry does not hold all parts of a tile");
   const int64_t units = own.split < 1 ? 0 : proof.schedule().target.num_workers / own.split;

@@ -107,8 +107,8 @@ MPK_DEVICE void columns_load(void* dst, const void* map, int row, int first, uin
 }
 
 // Copies rows of a matrix without a swizzle, from row `row` and column `column` on.
-MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
-  mapped_load(dst, map, column, row, 0, bar, kEvictFirst);
+MPK_DEVICE void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar, uint64_t hint = kEvictFirst) {
+  mapped_load(dst, map, column, row, 0, bar, hint);
 }
 
 // Prefetches the map itself.

@@ -98,14 +98,18 @@ MPK_MULTIPLY_ALL(__half, "f16")
                  : "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]), "l"(y)                          \
                  : "memory");                                                                          \
   }
-#define MPK_MULTIPLY_REGISTERS_ALL(T, type)                   \
-  MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12)    \
-  MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16) \
-  MPK_MULTIPLY_REGISTERS(T, type, 32, 16, 16, 17, 18, 19, 20) \
-  MPK_MULTIPLY_REGISTERS(T, type, 40, 20, 20, 21, 22, 23, 24) \
-  MPK_MULTIPLY_REGISTERS(T, type, 48, 24, 24, 25, 26, 27, 28) \
-  MPK_MULTIPLY_REGISTERS(T, type, 56, 28, 28, 29, 30, 31, 32) \
-  MPK_MULTIPLY_REGISTERS(T, type, 64, 32, 32, 33, 34, 35, 36)
+#define MPK_MULTIPLY_REGISTERS_ALL(T, type)                     \
+  MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12)      \
+  MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 32, 16, 16, 17, 18, 19, 20)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 40, 20, 20, 21, 22, 23, 24)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 48, 24, 24, 25, 26, 27, 28)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 56, 28, 28, 29, 30, 31, 32)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 64, 32, 32, 33, 34, 35, 36)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 96, 48, 48, 49, 50, 51, 52)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 128, 64, 64, 65, 66, 67, 68)  \
+  MPK_MULTIPLY_REGISTERS(T, type, 192, 96, 96, 97, 98, 99, 100) \
+  MPK_MULTIPLY_REGISTERS(T, type, 256, 128, 128, 129, 130, 131, 132)
 MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16")
 MPK_MULTIPLY_REGISTERS_ALL(__half, "f16")
 #undef MPK_MULTIPLY_REGISTERS_ALL

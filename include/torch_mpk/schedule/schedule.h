@@ -57,7 +57,8 @@ struct TileShape {
   bool shares_entries = false;
   bool is_boxed = false;  // entries are boxes, which the copy engine copies by a tensor map
   // Nonzero: a tile multiplies its weight rows with so many rows of x, whose chunk is in the same entry, all in boxes
-  // of 64 columns. Tiles of all rows of x follow each other, then those with the next weight rows.
+  // of 64 columns, of which weights may have fewer bytes than x. Tiles of all rows of x follow each other, then those
+  // with the next weight rows.
   int64_t x_rows = 0;
 
   int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }

@@ -134,16 +134,16 @@ struct TileEntry {
 
 // Weights fill the ring while the phase before still makes x. Copies in flight must land, so those of x are started
 // even when the launch was aborted.
-template <class V, class L>
-MPK_DEVICE void load_tiles(L& l, const Job& job) {
-  using S = TilesShape<V>;
+template <class V, class Entry, class L>
+MPK_DEVICE void load_tiles_by(L& l, const Job& job) {
+  using S = typename Entry::S;
   static_assert(S::kEntryBytes <= L::Config::kSlotBytes);
   constexpr uint32_t kWorkers = L::Config::kNumWorkers, kSlots = L::Config::kSlots;
   const uint32_t worker = l.worker(job), count = units_in_turn(S::kUnits, worker, kWorkers) * S::kPartChunks;
   const auto describe = [&](uint32_t number) {
     const uint32_t turn = min(number, count - 1) / S::kPartChunks, unit = worker + turn * kWorkers;
     const uint32_t first = unit % V::kSplit * S::kPartChunks;
-    return TileEntry<V>{job.refs(), unit / V::kSplit, first + number - turn * S::kPartChunks};
+    return Entry{job.refs(), unit / V::kSplit, first + number - turn * S::kPartChunks};
   };
   const uint32_t early = min(count, kSlots), end = l.ring.entry + count;
   l.failed = !begin_entries(l.ring, early, l.phase, describe);
@@ -155,6 +155,10 @@ MPK_DEVICE void load_tiles(L& l, const Job& job) {
         fill_entries(l.ring, count - early, kSlots, l.phase, [&](uint32_t number) { return describe(early + number); });
   l.failed = l.ring.entry != end;
   if constexpr (kProfiled<typename L::Config>) l.stamps.bytes += uint64_t(count) * S::kEntryBytes;
+}
+template <class V, class L>
+MPK_DEVICE void load_tiles(L& l, const Job& job) {
+  load_tiles_by<V, TileEntry<V>>(l, job);
 }
 
 // ---- the consumers' part

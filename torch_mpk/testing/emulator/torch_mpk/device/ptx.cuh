@@ -52,7 +52,7 @@ inline void box_load(void* dst, const void* map, int row, int block, uint64_t* b
   columns_load(dst, map, row, block * 64, bar, hint);
 }
 inline void prefetch_map(const void*) {}
-inline void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar) {
+inline void rows_load(void* dst, const void* map, int row, int column, uint64_t* bar, uint64_t = kEvictFirst) {
   emulator::require_aligned_to(dst, 128);
   const MatrixMap& m = *static_cast<const MatrixMap*>(map);
   for (uint32_t r = 0; r < m.box_rows; r++)
