@@ -29,29 +29,39 @@ int64_t bytes_of_entry(const TileShape& s, const WeightFormat& format) {
   return s.chunk_bytes / block_row_bytes(format) * block_bytes(s, format);
 }
 
+// The bytes that workers of a tile exchange, as those of linear.tiles do.
+int64_t partial_bytes(const TileShape& s) { return kWeightRows * s.x_rows * kTaggedFloatBytes; }
+int64_t scratch_bytes(const TilesCut& c, int64_t tiles) { return tiles * (c.split - 1) * partial_bytes(c); }
+
 class Cutter {
  public:
   Cutter(const Linears& job, const WeightFormat& format) : job_(job), format_(format) {}
 
-  TileShape best() const {
-    TileShape best = shape(kXRows.front());
+  TilesCut best() const {
+    TilesCut best = of_rows(kXRows.front());
     for (int64_t rows : kXRows)
-      if (const TileShape s = shape(rows); cycles(s) < cycles(best)) best = s;
+      for (TilesCut c = of_rows(rows); c.split <= kMostSplit; c.split++)
+        if (can_be_split(c) && cycles(c) < cycles(best)) best = c;
     return best;
   }
 
   int64_t count(const TileShape& s) const { return divide_up(job_.batch, s.x_rows) * job_.tiles(s.tile_rows); }
+  // Each worker has as many entries, and finishes as many rows of x. More of them leave no registers for others' sums.
+  bool can_be_split(const TilesCut& c) const {
+    return c.split == 1 || (c.chunks() % c.split == 0 && c.x_rows % (8 * c.split) == 0 && c.x_rows <= kMostSplitRows &&
+                            count(c) * c.split <= job_.workers);
+  }
 
   // The slowest worker's cycles. A block of 64 columns takes the time of the tensor cores, of a warp that converts its
-  // weights meanwhile, or of what comes from L2 or memory; then come the results, and the way to the next tile.
-  // Conversion is that of quantized_linear.warpgroups, the rest that of linear.tiles, each as an H200 has it. The two
-  // together have not been measured.
-  double cycles(const TileShape& s) const {
+  // weights meanwhile, or of what comes from L2 or memory; then come the exchanged sums, the results, and the way to
+  // the next tile. Conversion is that of quantized_linear.warpgroups, the rest that of linear.tiles, each as an H200
+  // has it. The two together have not been measured.
+  double cycles(const TilesCut& s) const {
     const Costs& costs = job_.arch.costs;
-    constexpr double kSlots = 4, kOfXRow = 40, kOfTile = 1500;
+    constexpr double kSlots = 4, kOfXRow = 40, kOfTile = 1500, kOfSentXRow = 150;
     constexpr double kSliceCycles = 280, kSlices = 2;  // of 32 columns
-    const int64_t tiles = count(s);
-    const double active = double(std::min(tiles, job_.workers));
+    const int64_t units = count(s) * s.split;
+    const double active = double(std::min(units, job_.workers));
     const double weights = double(s.tile_rows * s.parts * block_row_bytes(format_));
     const double bytes = double(block_bytes(s, format_));
     const double blocks = double(s.chunk_bytes) / double(block_row_bytes(format_));
@@ -60,14 +70,18 @@ class Cutter {
                                    bytes / costs.own_bytes_per_cycle, bytes * active / costs.all_bytes_per_cycle,
                                    from_memory ? weights * active / costs.all_memory_bytes_per_cycle : 0,
                                    (from_memory ? costs.memory_trip_cycles : costs.trip_cycles) / (kSlots * blocks)});
-    const double all = double(job_.size) / kBoxColumns * block;
-    return double(divide_up(tiles, job_.workers)) * (all + kOfXRow * double(s.x_rows) + kOfTile);
+    const double all = double(job_.size) / kBoxColumns / double(s.split) * block;
+    const double rows = double(s.x_rows), share = rows / double(s.split);
+    const double others = s.split == 1 ? 0 : costs.hop_cycles + kOfSentXRow * (rows - share);
+    return double(divide_up(units, job_.workers)) * (all + others + kOfXRow * share + kOfTile);
   }
 
  private:
+  static constexpr int64_t kMostSplit = 16, kMostSplitRows = 128;
+
   // As many blocks to an entry as fit, and as divide a row.
-  TileShape shape(int64_t rows) const {
-    TileShape s{tile_rows(job_.parts), job_.parts, job_.parts, format_.row_bytes()};
+  TilesCut of_rows(int64_t rows) const {
+    TilesCut s{{tile_rows(job_.parts), job_.parts, job_.parts, format_.row_bytes()}, {}};
     s.is_boxed = true;
     s.readers = job_.warps;
     s.x_rows = rows;
@@ -89,7 +103,8 @@ class Writer : public QuantizedWriter {
                                 "linear::load_quantized_tiles",
                                 "linear::TilesShape<V>::kStagedBytes",
                                 "",
-                                {"torch_mpk/device/tasks/quantized_tiles.cuh"}}) {
+                                {"torch_mpk/device/tasks/quantized_tiles.cuh"}}),
+        own_(fields_of<TilesFields>(job_.cut)) {
     code_.loads_early = true;
   }
 
@@ -103,17 +118,22 @@ class Writer : public QuantizedWriter {
   }
   std::string shape_constants() const override {
     return codegen::constant("kXRows", shape_.x_rows) + codegen::constant("kTileRows", shape_.tile_rows) +
-           codegen::constant("kSplit", 1);
+           constants(own_);
   }
   bool reads_x() const override { return false; }
   // Lanes have few rows of weights and many results, so sums take rows' scales before they are results.
   std::string row_factor(const Node&) override { return ""; }
   std::string write_places() override {
-    const std::string places = QuantizedWriter::write_places();
-    if (!format_.scales_rows()) return places;
-    return places + write_block_rows(context_, job_) +
-           write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
+    std::string places = QuantizedWriter::write_places();
+    if (format_.scales_rows())
+      places +=
+          write_block_rows(context_, job_) + write_blocks(context_, refs_, job_, "weight_scale", "Scale", "scale");
+    if (own_.split == 1) return places;
+    return places + codegen::constant("kPartialBytes", partial_bytes(shape_)) +
+           codegen::returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.cut.scratch->offset));
   }
+
+  const TilesFields own_;
 };
 
 class QuantizedTiles : public Kernel {
@@ -159,20 +179,22 @@ class QuantizedTiles : public Kernel {
     const Linears linears(schedule, job);
     const WeightFormat format = format_of(schedule, job);
     const Cutter cutter(linears, format);
-    const TileShape best = cutter.best();
+    const TilesCut best = cutter.best();
     if (bytes_of_entry(best, format) > linears.slot_bytes) return {};
     Cut cut = job.cut;
     cut.input = Input::kEntries;
     cut.staged_bytes = linears.warps * kStripBytes;
     cut.num_tiles = cutter.count(best);
-    cut.shape = best;
+    cut.shape = static_cast<const TileShape&>(best);
+    cut.fields = list_fields<TilesFields>(best);
+    if (best.split > 1) cut.scratch = Scratch{scratch_bytes(best, cut.num_tiles)};
     cut.cost_ns = cutter.cycles(best) / linears.arch.costs.cycles_per_ns;
     return {cut};
   }
 
   void prove(const CutProof& proof) const override {
     const Cut& cut = proof.cut();
-    proof.require(cut.shape && cut.shape->is_boxed && cut.input == Input::kEntries && cut.fields.empty(),
+    proof.require(cut.shape && cut.shape->is_boxed && cut.input == Input::kEntries,
                   "weights and x do not come in boxes");
     const TileShape& s = *cut.shape;
     const WarpLayout& warps = proof.schedule().warps;
@@ -196,7 +218,12 @@ class QuantizedTiles : public Kernel {
                                                  proof.str(warps.slot_bytes));
     proof.require(cut.staged_bytes >= strips,
                   "it keeps " + proof.str(strips) + " bytes in " + proof.str(cut.staged_bytes));
-    proof.require_scratch(0);
+    const TilesCut c{s, fields_of<TilesFields>(cut)};
+    const Linears linears(proof.schedule(), proof.job());
+    proof.require(
+        c.split > 0 && Cutter(linears, format).can_be_split(c),
+        proof.str(c.split) + " workers share tiles, but their parts or shares are not equal, or take more than a pass");
+    proof.require_scratch(scratch_bytes(c, cut.num_tiles));
     proof.require_plain_end();
   }
 

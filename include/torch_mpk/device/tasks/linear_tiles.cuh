@@ -68,6 +68,7 @@ struct TilesShape {
   static constexpr int kXTiles = (V::kBatch + V::kXRows - 1) / V::kXRows;
   // The columns of each part that a worker finishes, and a thread's sums of them.
   static constexpr int kShare = V::kTileRows / V::kSplit, kShareSums = kShare / 2;
+  static constexpr int kSumParts = V::kParts, kPartSums = V::kTileRows / 2;  // of all of a thread's sums
   // The columns of a strip, and the rows that make 32 results of it.
   static constexpr int kStrip = strip_of(kShare, strip_columns(V::kParts)), kRowsAtOnce = 32 / kStrip;
   static constexpr int kStagedBytes = kConsumerWarps * kStripBytes;
@@ -196,16 +197,17 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
   c.entry += S::kPartChunks;
 }
 
-// A warp's sums of its share of a tile, part by part.
+// A warp's sums of its share of a tile, part by part. S: as TilesShape.
+template <class S>
+using SumsOfShare = float[S::kShareSums * S::kSumParts];
 template <class V>
-using ShareSums = WarpgroupSums<TilesShape<V>::kShare * V::kParts>;
+using ShareSums = SumsOfShare<TilesShape<V>>;
 
 // Split-K exchange: each worker finishes its share of the columns, and sends its sums of the other shares to their
 // workers, as tagged words, two of a thread's side by side.
-template <class V, class C>
+template <class V, class C, class S = TilesShape<V>>
 struct Partials {
-  using S = TilesShape<V>;
-  static constexpr int kPairs = S::kShare * V::kParts / 4, kOthers = V::kSplit - 1;  // pairs in a thread's share
+  static constexpr int kPairs = S::kShareSums * S::kSumParts / 2, kOthers = V::kSplit - 1;  // pairs in a thread's share
   C& c;
   uint32_t part, tag;
   ulonglong2* first;  // the thread's first word for the tile's first part
@@ -224,13 +226,13 @@ struct Partials {
   }
 
   // Keeps the sums of its own share.
-  MPK_DEVICE void send(const WarpgroupSums<S::kColumns>& sums, ShareSums<V>& mine) const {
+  MPK_DEVICE void send(const float (&sums)[S::kPartSums * S::kSumParts], SumsOfShare<S>& mine) const {
 #pragma unroll
     for (int to = 0; to < V::kSplit; to++) {
       const int other = int(part) - (int(part) > to);
 #pragma unroll
       for (int i = 0; i < 2 * kPairs; i += 2) {
-        const float* pair = sums + i / S::kShareSums * (V::kTileRows / 2) + to * S::kShareSums + i % S::kShareSums;
+        const float* pair = sums + i / S::kShareSums * S::kPartSums + to * S::kShareSums + i % S::kShareSums;
         if (to == part)
           mine[i] = pair[0], mine[i + 1] = pair[1];
         else
@@ -240,7 +242,7 @@ struct Partials {
   }
 
   // Adds the other parts' sums to its own share, in the order of the parts.
-  MPK_DEVICE void add(ShareSums<V>& mine) const {
+  MPK_DEVICE void add(SumsOfShare<S>& mine) const {
     constexpr int kAtOnce = pairs_at_once(kPairs);
 #pragma unroll
     for (int begin = 0; begin < kPairs && !c.failed; begin += kAtOnce) {

@@ -18,8 +18,8 @@
 namespace mpk::linear {
 
 template <class V, class C>
-concept QuantizedTilesVariant = TilesVariant<V, C> && QuantizedSizes<V> && HasScales<V> && sizeof(typename V::T) == 2 &&
-                                V::kXScaleColumns == 0 && V::kSplit == 1;
+concept QuantizedTilesVariant =
+    TilesVariant<V, C> && QuantizedSizes<V> && HasScales<V> && sizeof(typename V::T) == 2 && V::kXScaleColumns == 0;
 
 // Constants derived from a variant.
 template <class V>
@@ -31,11 +31,15 @@ struct QuantizedTilesShape : TilesShape<V> {
   // A slice of columns is multiplied while the next one is converted.
   static constexpr int kSlice = 32, kSteps = kSlice / 16, kSlices = kBoxColumns / kSlice;
   static constexpr int kSliceQuads = kSlice * V::kWeightBits / 8 / 16;
+  // The rows of x that a worker finishes, and a thread's sums of them.
+  static constexpr int kShare = V::kXRows / V::kSplit, kShareSums = kShare / 2;
+  static constexpr int kSumParts = 1, kPartSums = V::kXRows / 2;
   // A warp's rows of each part's weight; the rows of x of a strip, and those that make 32 results of it.
   static constexpr int kWarpColumns = V::kTileRows / kConsumerWarps;
-  static constexpr int kStrip = V::kXRows < 32 ? V::kXRows : 32, kRowsAtOnce = 32 / kWarpColumns;
+  static constexpr int kStrip = strip_of(kShare, 32), kRowsAtOnce = 32 / kWarpColumns;
   static_assert(V::kTileRows % kConsumerWarps == 0 && V::kParts * kWarpColumns <= kWarpRows);
-  static_assert(V::kXRows % kStrip == 0 && kStrip * kSumPitch * int(sizeof(float)) <= kStripBytes);
+  static_assert(V::kXRows % (8 * V::kSplit) == 0 && kStrip % kRowsAtOnce == 0 &&
+                kStrip * kSumPitch * int(sizeof(float)) <= kStripBytes);
   static_assert(V::kSize % V::kChunkSize == 0 && V::kChunkSize % kBoxColumns == 0);
   static_assert(V::kScalesByRow || V::kScaleColumns % kBoxColumns == 0 || V::kScaleColumns >= V::kSize);
 };
@@ -112,10 +116,10 @@ struct TileFactors {
   static constexpr uint32_t kBlocks = V::kScaleColumns < V::kSize ? V::kScaleColumns / kBoxColumns : ~0u;  // of a group
   GivenScale<V> given[2];
 
-  // If the block begins a group.
-  MPK_DEVICE void load(const Job& job, const TileWeightRows<V>& rows, uint32_t block) {
+  // If the block begins a group, or is the worker's first.
+  MPK_DEVICE void load(const Job& job, const TileWeightRows<V>& rows, uint32_t block, bool is_first = false) {
     const uint32_t group = block / kBlocks;
-    if (block % kBlocks != 0 || group >= kAllGroups) return;
+    if ((block % kBlocks != 0 && !is_first) || group >= kAllGroups) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       given[half] = load_given_scale<V>(job, rows.which[half], rows.n[half], group);
@@ -131,7 +135,7 @@ struct TileFactors {
 // Where rows have one scale each, sums take it, see RowScales.
 template <class V>
 struct TileFactors<V, false> {
-  MPK_DEVICE void load(const Job&, const TileWeightRows<V>&, uint32_t) {}
+  MPK_DEVICE void load(const Job&, const TileWeightRows<V>&, uint32_t, bool = false) {}
   MPK_DEVICE void find(const TileWeightRows<V>&, PairFactors (&factors)[2]) const {
     factors[0] = factors[1] = unscaled_factors<V>();
   }
@@ -176,18 +180,20 @@ struct StoredSlice {
   }
 };
 
-// Sums a tile, from ring entry c.entry on. A warp whose wait aborts goes on, see sum_part.
+// Sums a tile's part of the columns, from ring entry c.entry on. A warp whose wait aborts goes on, see sum_part.
 template <class V, class C>
-MPK_DEVICE void sum_converted(C& c, const Job& job, const TilePlace<V>& place, WarpgroupSums<V::kXRows>& sums) {
+MPK_DEVICE void sum_converted(C& c, const Job& job, const TilePlace<V>& place, uint32_t part,
+                              WarpgroupSums<V::kXRows>& sums) {
   using S = QuantizedTilesShape<V>;
+  const uint32_t first = part * S::kPartChunks * S::kBlocks;
   const TileWeightRows<V> rows(place, c.warp, c.lane);
   TileFactors<V> factors;  // of the next block
-  factors.load(job, rows, 0);
+  factors.load(job, rows, first, true);
   ptx::Quad weights[2][S::kSteps] = {};
   // Others multiply nothing. The branch also keeps slices one after the other in registers.
   const bool has_rows = place.weight_row + c.warp * S::kWarpColumns < V::num_rows(place.segment);
 #pragma unroll 1
-  for (uint32_t chunk = 0; chunk < S::kChunks; chunk++) {
+  for (uint32_t chunk = 0; chunk < S::kPartChunks; chunk++) {
     const uint32_t entry = c.entry + chunk;
     if (!c.failed && !c.ring.has(entry)) {
       ptx::await_sums(sums);  // a call may use registers that products in flight read or write
@@ -200,7 +206,7 @@ MPK_DEVICE void sum_converted(C& c, const Job& job, const TilePlace<V>& place, W
       const ptx::SwizzledMatrix x = ptx::swizzled(slot + b * S::kXBytes);
       PairFactors of_block[2];
       factors.find(rows, of_block);
-      factors.load(job, rows, chunk * S::kBlocks + b + 1);
+      factors.load(job, rows, first + chunk * S::kBlocks + b + 1);
 #pragma unroll
       for (int slice = 0; slice < S::kSlices; slice++) {
         StoredSlice<V> stored;
@@ -218,11 +224,11 @@ MPK_DEVICE void sum_converted(C& c, const Job& job, const TilePlace<V>& place, W
     }
   }
   ptx::await_sums(sums);
-  c.ring.release_share(c.entry + S::kChunks - 1);
-  c.entry += S::kChunks;
+  c.ring.release_share(c.entry + S::kPartChunks - 1);
+  c.entry += S::kPartChunks;
 }
 
-// What a lane's results of a strip need besides their sums; the strip begins at row `first` of the tile's rows of x.
+// What a lane's results of a strip need besides their sums; the strip begins at row `first` of x.
 template <class V, class C>
 struct TransposedStrip {
   using S = QuantizedTilesShape<V>;
@@ -234,7 +240,7 @@ struct TransposedStrip {
 
   MPK_DEVICE TransposedStrip(const C& c, const Job& job, const TilePlace<V>& place, int first)
       : n(place.weight_row + c.warp * S::kWarpColumns + c.lane % S::kWarpColumns),
-        first_row(place.x_row + first + c.lane / S::kWarpColumns),
+        first_row(first + c.lane / S::kWarpColumns),
         is_there(n < V::num_rows(place.segment)) {
     if constexpr (V::kHasExtra) {
 #pragma unroll
@@ -292,10 +298,14 @@ struct RowScales {
   }
 };
 
+// A warp's sums of its worker's share of a tile.
+template <class V>
+using TransposedSums = SumsOfShare<QuantizedTilesShape<V>>;
+
 // Writes the sums of the next rows of x, [row of x][row of weights], and frees their registers.
 template <class V>
-MPK_DEVICE void show_transposed(WarpgroupSums<V::kXRows>& sums, const RowScales<V>& scales, float* strip, int lane) {
-  constexpr int kStrip = QuantizedTilesShape<V>::kStrip, kShown = kStrip / 2, kAll = V::kXRows / 2;  // a thread's
+MPK_DEVICE void show_transposed(TransposedSums<V>& sums, const RowScales<V>& scales, float* strip, int lane) {
+  constexpr int kStrip = QuantizedTilesShape<V>::kStrip, kShown = kStrip / 2, kAll = QuantizedTilesShape<V>::kShareSums;
   float* mine = strip + lane % 4 * 2 * kSumPitch + lane / 4;
 #pragma unroll
   for (int j = 0; j < kStrip / 8; j++)
@@ -305,16 +315,17 @@ MPK_DEVICE void show_transposed(WarpgroupSums<V::kXRows>& sums, const RowScales<
   for (int i = 0; i < kAll - kShown; i++) sums[i] = sums[kShown + i];
 }
 
+// Finishes a worker's share of a tile, which begins at row `begin` of x. `next`: the first strip.
 template <class V, class C>
-MPK_DEVICE void finish_transposed(C& c, const Job& job, const TilePlace<V>& place, WarpgroupSums<V::kXRows>& sums,
+MPK_DEVICE void finish_transposed(C& c, const Job& job, const TilePlace<V>& place, int begin,
+                                  TransposedStrip<V, C> next, TransposedSums<V>& sums,
                                   const typename V::Common& common) {
   using S = QuantizedTilesShape<V>;
   float* strip = reinterpret_cast<float*>(c.staged() + c.warp * kStripBytes);
-  const int end = min(V::kXRows, int(V::kBatch - place.x_row));
+  const int end = min(begin + S::kShare, V::kBatch);
   const RowScales<V> scales(job, place, c.warp, c.lane);
-  TransposedStrip<V, C> next(c, job, place, 0);
 #pragma unroll 1
-  for (int first = 0; first < end; first += S::kStrip) {
+  for (int first = begin; first < end; first += S::kStrip) {
     const TransposedStrip<V, C> current = next;
     if (first + S::kStrip < end) next = TransposedStrip<V, C>(c, job, place, first + S::kStrip);
     show_transposed<V>(sums, scales, strip, c.lane);
@@ -332,11 +343,23 @@ MPK_DEVICE void compute_quantized_tiles(C& c, const Job& job) {
   if (!c.await()) return;
   const typename V::Common common = V::common(job);
 #pragma unroll 1
-  for (uint32_t tile = c.worker(job); tile < V::kNumTiles; tile += C::Config::kNumWorkers) {
+  for (uint32_t unit = c.worker(job); unit < S::kUnits; unit += C::Config::kNumWorkers) {
+    const uint32_t tile = unit / V::kSplit, part = unit - tile * V::kSplit;
     const TilePlace<V> place(tile);
     WarpgroupSums<V::kXRows> sums = {};
-    sum_converted<V>(c, job, place, sums);
-    if (!c.failed) finish_transposed<V>(c, job, place, sums, common);  // else the warps of its warpgroup go on
+    sum_converted<V>(c, job, place, part, sums);
+    if (c.failed) continue;  // the other warps of its warpgroup go on
+    const int begin = place.x_row + part * S::kShare;
+    if constexpr (V::kSplit > 1) {
+      TransposedSums<V> mine = {};
+      const Partials<V, C, S> partials(c, job, tile, part);
+      partials.send(sums, mine);
+      const TransposedStrip<V, C> strip(c, job, place, begin);
+      partials.add(mine);
+      if (!c.failed) finish_transposed<V>(c, job, place, begin, strip, mine, common);
+    } else {
+      finish_transposed<V>(c, job, place, begin, TransposedStrip<V, C>(c, job, place, begin), sums, common);
+    }
   }
 }
 
