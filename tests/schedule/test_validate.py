@@ -303,6 +303,34 @@ def test_shares_of_a_tile_that_are_not_whole_columns_of_products_are_caught() ->
         _C.validate(parts.build())
 
 
+BROKEN_CONVERSIONS: dict[str, tuple[str, str, int, str]] = {
+    "rows of x that are no product's": ("shape", "x_rows", 24, "tiles of 24 rows of x are not what 2 warpgroups"),
+    "half a block of columns": ("shape", "chunk_bytes", 16, "chunks of 16 bytes are not whole blocks of 64 columns"),
+    "entries larger than slots": ("shape", "chunk_bytes", 256, "of 65536 bytes, with x, exceeds a slot of 49152"),
+    "unequal parts": ("fields", "split", 3, "3 workers share tiles, but their parts or shares are not equal"),
+    "no scratch": ("fields", "split", 1, "its workers leave 0 bytes in the workspace, which has"),
+    "no room for strips": ("cut", "staged_bytes", 20479, "it keeps 20480 bytes in 20479"),
+}
+
+
+@pytest.mark.parametrize(("part", "name", "value", "message"), BROKEN_CONVERSIONS.values(), ids=BROKEN_CONVERSIONS)
+def test_broken_tiles_of_quantised_weights_are_caught(part: str, name: str, value: int, message: str) -> None:
+    b = Builder()
+    x = b.buffer("input", "x", "bfloat16", [70, 4096])
+    weight = b.buffer("input", "w", "int8", [256, 2048])
+    scale, zero = (b.buffer("input", given, "bfloat16", [256, 32]) for given in ("scale", "zero"))
+    operands = [("x", x), ("weight", weight), ("weight_scale", scale), ("zero", zero)]
+    y = b.buffer("output", "y", "bfloat16", [70, 256])
+    b.node("quantized_linear", operands, y, {"block_rows": 1, "block_columns": 128, "x_columns": 0, "scale_block": 0})
+    parts = Parts.of(_C.make_schedule(b.graph, _C.Target("cuda", 90, 24, 232448)))
+    _C.validate(parts.build())
+    [job] = parts.jobs("shape")
+    assert job["cut"]["kernel"] == "quantized_linear.tiles" and job["cut"]["fields"]["split"] > 1
+    (job["cut"] if part == "cut" else job["cut"][part])[name] = value
+    with pytest.raises(RuntimeError, match=message):
+        _C.validate(parts.build())
+
+
 def test_columns_of_rows_that_are_made_in_front_of_each_job_are_caught() -> None:
     parts = Parts.of(_C.make_schedule(decoder(batch=32, ffn=3072), _C.Target("cuda", 90, 132, 232448, True, True)))
     _C.validate(parts.build())
