@@ -2,8 +2,8 @@
 // which is quantised already, from its boxes.
 //
 // They add e4m3 products up with fewer bits than fp32 has, and scales change from one 128 columns, a line, to the next.
-// So a line's sums go to other registers, times the scales of its columns. While one warpgroup does that, the other
-// multiplies.
+// So a line's sums go to other registers, times the scales of its columns. Meanwhile the next line is multiplied; with
+// more than 32 rows of x, for which there are no registers, the other warpgroup multiplies.
 #pragma once
 
 #include "torch_mpk/device/quantized.cuh"
@@ -45,38 +45,68 @@ struct E4M3LineScales {
   MPK_DEVICE float x(int r, int lane) const { return __shfl_sync(~0u, mine[r / 32], r % 32 + lane % 4 * 2); }
 };
 
-// A warpgroup's mainloop.
-template <class V, class C>
+// Adds a line's products to the sums of its box, times its scales.
+template <class V>
+MPK_DEVICE void add_line(WarpgroupSums<V::kXRows>& sums, const WarpgroupSums<V::kXRows>& products,
+                         const E4M3LineScales<V>& scales, int lane) {
+#pragma unroll
+  for (int j = 0; j < V::kXRows / 4; j++) {
+    const float x_scale = scales.x(j / 2 * 8 + j % 2, lane);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int sum = j / 2 * 4 + half * 2 + j % 2;
+      sums[sum] = fmaf(products[sum], x_scale * scales.weights[half], sums[sum]);
+    }
+  }
+}
+
+// A warpgroup's mainloop, of `held` boxes.
+template <class V, int held, class C>
 MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
+  using Products = WarpgroupSums<V::kXRows>;
+  constexpr bool kAhead = V::kXRows <= 32;
   const OwnLines<V> own(pass, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
-  E4M3LineScales<V> scales;  // of the next line
-  WarpgroupSums<V::kXRows> products = {};
+  E4M3LineScales<V> next, of_products{};
+  Products products[1] = {};
+  uint32_t read = c.entry - 1;  // the entry that the products read; none at first
   const auto load = [&](uint32_t box, uint32_t chunk) {
-    if (box < own.boxes && chunk < S::kChunks)
-      scales.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
+    if (box < own.boxes && chunk < S::kChunks) next.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  own.each(c, sums, stages, load, [&](int h, uint32_t, uint32_t entry, const uint8_t* x, int i, auto load_next) {
-    const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(entry) - c.smem));
-    ptx::hold_sums(products);
-    ptx::begin_products();
-    multiply_byte_blocks<V::kXRows>(products, line, x + i * S::kBlockPitch);
-    ptx::commit_products();
-    const E4M3LineScales<V> now = scales;
-    load_next();
-    ptx::await_sums(products);
-    c.ring.release_share(entry);
+  const auto release = [&] {
+    if (read != c.entry - 1) c.ring.release_share(read);
+  };
+  own.template each<held>(
+      c, products, stages, load, [&](int h, uint32_t, uint32_t entry, const uint8_t* x, int i, auto load_next) {
+        const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(entry) - c.smem));
+        Products done;
+        if constexpr (kAhead) {
+          ptx::await_sums(products[0]);
+          release();
 #pragma unroll
-    for (int j = 0; j < V::kXRows / 4; j++) {
-      const float x_scale = now.x(j / 2 * 8 + j % 2, c.lane);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int sum = j / 2 * 4 + half * 2 + j % 2;
-        sums[h][sum] = fmaf(products[sum], x_scale * now.weights[half], sums[h][sum]);
-      }
-    }
-  });
+          for (int sum = 0; sum < V::kXRows / 2; sum++) done[sum] = products[0][sum];
+          ptx::hold_sums(done);
+        }
+        ptx::hold_sums(products[0]);
+        ptx::begin_products();
+        multiply_byte_blocks<V::kXRows>(products[0], line, x + i * S::kBlockPitch);
+        ptx::commit_products();
+        const E4M3LineScales<V> before = of_products;
+        of_products = next, read = entry;
+        load_next();
+        if constexpr (kAhead) {
+          add_line<V>(sums[h == 0 ? held - 1 : h - 1], done, before, c.lane);
+        } else {
+          ptx::await_sums(products[0]);
+          release();
+          add_line<V>(sums[h], products[0], of_products, c.lane);
+        }
+      });
+  if constexpr (kAhead) {
+    release();
+    add_line<V>(sums[held - 1], products[0], of_products, c.lane);
+  }
 }
 
 template <class V, class C>
@@ -85,7 +115,14 @@ MPK_DEVICE void compute_e4m3_warpgroups(C& c, const Job& job) {
   static_assert(V::kElementBytes == 1 && V::kChunkSize == kBoxRowBytes);
   compute_by_warpgroups<V, true>(
       c, job, [](Span) {},
-      [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) { multiply_e4m3<V>(c, job, pass, sums, stages); });
+      [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) {
+        constexpr int kHeld = RowsShape<V>::kHeld;
+        static_assert(kHeld <= 2);
+        if (kHeld == 1 || OwnLines<V>(pass, c.warp).box(1) >= (pass.end - pass.begin) * V::kParts)
+          multiply_e4m3<V, 1>(c, job, pass, sums, stages);
+        else
+          multiply_e4m3<V, kHeld>(c, job, pass, sums, stages);
+      });
 }
 
 }  // namespace mpk::linear

@@ -33,11 +33,13 @@ struct OwnLines {
   static constexpr uint32_t kStep = kTakesTurns ? kWarpgroups : 1;
 
   // Calls `take` with the h-th box's line `chunk` of the worker's part of K, its ring entry, and the line's number in
-  // the stage `x`; and `load` with the box and the line that come next, before the first and in each turn. A warp whose
-  // wait aborts goes on with whatever stands in the ring, since the other warps of its warpgroup cannot multiply
-  // without it.
-  template <class C, class Load, class Take>
-  MPK_DEVICE void each(C& c, HeldSums<V>& sums, const uint8_t* stages, Load load, Take take) const {
+  // the stage `x`; and `load` with the box and the line that come next, before the first and in each turn. `sums` are
+  // those to which products in flight are added. A warp whose wait aborts goes on with whatever stands in the ring,
+  // since the other warps of its warpgroup cannot multiply without it.
+  // `held`: the boxes that a warpgroup has, or one for one that has none; 0 where that is not known.
+  template <int held = 0, class C, int count, class Load, class Take>
+  MPK_DEVICE void each(C& c, WarpgroupSums<V::kXRows> (&sums)[count], const uint8_t* stages, Load load,
+                       Take take) const {
     load(box(0), kTakesTurns ? group : 0u);
 #pragma unroll 1
     for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
@@ -49,16 +51,16 @@ struct OwnLines {
       for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kStep) {
         const uint32_t chunk = turn * S::kChunksOfStage + i;
 #pragma unroll
-        for (int h = 0; h < S::kHeld; h++) {
-          if (box(h) >= boxes) break;
+        for (int h = 0; h < (held > 0 ? held : S::kHeld); h++) {
+          if ((held == 0 || h == 0) && box(h) >= boxes) break;
           const uint32_t entry = c.entry + chunk * boxes + box(h);
           if (!c.failed && !c.ring.has(entry)) {
             // A call may use registers that products in flight read or write.
 #pragma unroll
-            for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
+            for (auto& each : sums) ptx::await_sums(each);
             c.failed = !c.ring.wait_longer(entry, c.phase);
           }
-          const bool is_last = h + 1 == S::kHeld || box(h + 1) >= boxes;
+          const bool is_last = held > 0 ? h + 1 == held : h + 1 == S::kHeld || box(h + 1) >= boxes;
           take(h, chunk, entry, stages + x, i,
                [&] { load(is_last ? box(0) : box(h + 1), is_last ? chunk + kStep : chunk); });
         }
@@ -67,7 +69,7 @@ struct OwnLines {
       c.stages().release(stage.barrier(), c.lane);
     }
 #pragma unroll
-    for (int h = 0; h < S::kHeld; h++) ptx::await_sums(sums[h]);
+    for (auto& each : sums) ptx::await_sums(each);
   }
 };
 
