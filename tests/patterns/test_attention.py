@@ -331,7 +331,7 @@ def a_step_scaled_by_sinks(q, k_new, v_new, k, v, counter, sinks, mask=lambda co
 @pytest.mark.parametrize("name", [name for name in FLOAT_MASKS if " in a " not in name])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_scaled_by_sinks(name, dtype):
-    mask, is_mask_kept = FLOAT_MASKS[name]
+    mask, _ = FLOAT_MASKS[name]
 
     def of_dtype(counter):
         given = mask(counter)

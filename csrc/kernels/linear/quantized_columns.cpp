@@ -78,8 +78,12 @@ class Cutter {
   }
 
  private:
+  // Warps that convert x wait for that, and not for bytes on their way: with 8 rows, a step of Qwen3-8B in FP8
+  // takes 3.76 ms instead of 3.54 with boxes that fill slots, and one in int4, which keeps x, 2.74 instead of 2.93.
+  bool fills_slots() const { return format_.bits() == 4; }
   // What the memory takes for bytes that are not at hand as the phase begins, since slots of the ring are not full.
   double late_ns(const ColumnsCut& c, double rows) const {
+    if (!fills_slots()) return 0;
     const double at_hand = std::min(kRingBytes, rows * double(format_.row_bytes()));
     const double empty = 1 - double(c.entry_bytes()) / double(kMinSlotBytes);
     return at_hand * empty / job_.arch.costs.memory_bytes_per_ns;
@@ -114,6 +118,7 @@ class Cutter {
   int64_t best_lanes(int64_t of_box) const {
     int64_t most = std::min(lines() / of_box, job_.warps);
     if (!is_staged()) most = std::clamp<int64_t>(kMostCopied / (2 * job_.batch * x_pitch()), 1, most);
+    if (!is_staged() && !fills_slots()) return most;
     int64_t best = most;
     for (int64_t lanes = best - 1; 2 * lanes > job_.warps; lanes--)
       if (most_lines(lanes, of_box) < most_lines(best, of_box)) best = lanes;
@@ -122,6 +127,7 @@ class Cutter {
   // As many lines as fit a slot, since slots have most bytes on their way when they are full; unless a warp has more to
   // do then, or most warps have nothing.
   int64_t best_lines_of_box(int64_t rows) const {
+    if (!fills_slots()) return 1;
     int64_t best = 1;
     for (int64_t of_box = 2; of_box * rows * kLineBytes <= kMinSlotBytes && lines() % of_box == 0; of_box *= 2) {
       const int64_t lanes = best_lanes(of_box);
