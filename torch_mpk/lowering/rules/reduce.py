@@ -306,7 +306,8 @@ def product(lx: Lowerer, a: Value, b: Value, dtype: torch.dtype) -> Value:
     if dtype not in FLOATS:
         raise UnsupportedError(f"a matrix product of {E.dtype_name(dtype)}")
     products = math.prod(out_shape) * depth
-    is_bound_by_reading = products <= MAX_USES * (math.prod(a.shape) + math.prod(b.shape))
+    elements = sum(math.prod(factor.shape) for factor in (a, b) if is_static(factor.shape))
+    is_bound_by_reading = products <= MAX_USES * elements
     if products > (MAX_READ_PRODUCTS if is_bound_by_reading else MAX_PRODUCTS):
         raise UnsupportedError("a matrix product that is not a linear layer or attention of a known form")
     compute = wide(dtype) if depth > 1 else dtype
@@ -323,10 +324,10 @@ def product(lx: Lowerer, a: Value, b: Value, dtype: torch.dtype) -> Value:
             if source.cost > 4:
                 lx.realise(source)  # each element is used many times
     left, right = lx.mapped(a, shape, at_left), lx.mapped(b, shape, at_right)
-    elements = lx.pointwise(compute, shape, lambda x, y: E.apply("mul", compute, x, y), [left, right])
+    each = lx.pointwise(compute, shape, lambda x, y: E.apply("mul", compute, x, y), [left, right])
     if depth == 1:
-        return reshaped(lx, elements, out_shape)
-    return lx.reduce("sum", dtype, elements, [len(shape) - 1], False)
+        return reshaped(lx, each, out_shape)
+    return lx.reduce("sum", dtype, each, [len(shape) - 1], False)
 
 
 def _broadcast_size(a: Sequence[Size], b: Sequence[Size], from_end: int) -> Size:
