@@ -521,3 +521,16 @@ def test_an_older_transformers_is_an_error(module: Any, found: str, monkeypatch:
         MissingPackageError, match=rf"needs transformers 5\.23 or newer, found {found}: install it with pip"
     ):
         runpy.run_path(torch_mpk.continuous_batching.__file__)
+
+
+def test_a_step_is_counted_before_its_tokens_are_handed_over() -> None:
+    """Who has a reply finds all of its steps in the server's metrics."""
+    processor = object.__new__(torch_mpk.batching.engine.Processor)
+    said: list[str] = []
+    processor.inputs_and_outputs = Mock(prepare_batch_update=lambda: ([],))
+    processor.model_runner = Mock()
+    processor.on_step, processor._step_begin = lambda seconds: said.append("step"), 1.0
+    parent = torch_mpk.batching.engine.Processor.__mro__[1]
+    with patch.object(parent, "update_batch", lambda self: said.append("tokens")):
+        processor.update_batch()
+    assert said == ["step", "tokens"] and processor._step_begin > 1

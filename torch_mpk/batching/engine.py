@@ -425,7 +425,7 @@ class Processor(continuous_api.ContinuousBatchProcessor):
 
     model_runner: Runner
     most_tokens: int  # that an empty cache holds
-    on_step: Callable[[float], None] | None = None  # is told how many seconds a step took, as it ends
+    on_step: Callable[[float], None] | None = None  # is told how many seconds a step took, unless it fails
     _step_begin: float | None = None
 
     @classmethod
@@ -497,11 +497,15 @@ class Processor(continuous_api.ContinuousBatchProcessor):
             # Waits for the step: what an aborted one leaves is no token.
             futures, *_ = self.inputs_and_outputs.prepare_batch_update()
             self.model_runner.check()
+            self._end_step()  # first: who has its tokens finds it counted
             for future in futures:
                 self._end_if_cancelled(future.state)
             super().update_batch()
         except RECOVERABLE as error:
             self._fail_steps(error)
+            self._step_begin = None
+
+    def _end_step(self) -> None:
         now = time.perf_counter()
         if self.on_step is not None and self._step_begin is not None:
             self.on_step(now - self._step_begin)
