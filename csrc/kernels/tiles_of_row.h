@@ -23,7 +23,7 @@ std::vector<int> tiles_behind(const TBGraph& graph, const Job& job);
 // Whether the tile tasks in its epilogue all take rows of its only node, for Kernel::ends_with_tiles.
 bool ends_with_tiles_of_rows(const Schedule& schedule, const Job& job);
 
-// What a variant `HasTiles` needs, see row.cuh; nothing if there are none.
+// The members that `HasTiles` asks of a variant, see row.cuh; nothing if there are none.
 std::string emit_tiles_of_rows(const codegen::JobPlace& place, codegen::Refs& refs, codegen::JobCode& code);
 
 }  // namespace mpk

@@ -77,8 +77,8 @@ def jobs(schedule: _C.Schedule) -> list[list[str]]:
 NORM = ["rms_norm", "quantise_rows"]
 
 
-# Of all warps, of more tiles than warps; of a warp; several of a warp; with one block, or blocks too narrow for wide
-# accesses; with rows that lie in memory, too, or do not.
+# Rows are made by all warps, with more tiles than warps, by one warp, or several at a time by one. They have one block,
+# or blocks too narrow for wide accesses. They lie in memory, too, or do not.
 CASES = {
     "bfloat16": [
         Rows(5, 2304, [[5, 18, 128]], kind="output"),

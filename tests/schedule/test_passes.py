@@ -183,7 +183,7 @@ def test_end_with_rows_shares_out_wide_heads_evenly() -> None:
 
 
 def test_end_with_tiles() -> None:
-    """Those of a norm's rows, read by another node, too; not those of rows that a pointwise node makes."""
+    """A norm ends with tiles of its rows, also where another node reads them; a pointwise node does not."""
     b = Builder()
     x, y, z = (b.buffer(kind, kind, "bfloat16", [9, 512]) for kind in ("input", "workspace", "output"))
     b.node("rms_norm", [("x", x)], y, {"eps": 1e-6, "style": "llama"}, "norm")

@@ -83,7 +83,7 @@ def test_matrices_of_prompts_take_turns_at_few_places() -> None:
 
 
 def test_only_weights_that_warpgroups_do_not_convert_become_matrices() -> None:
-    """Of each layer's seven, down has rows that are no multiple of 128 bytes."""
+    """Down's rows are no multiple of 128 bytes, unlike those of the other six of a layer."""
     sizes = {"hidden": 256, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 384, "layers": 2}
     made = _C.make_schedule(decoder(batch=70, weights="int4", **sizes), _C.Target("cuda", 90, 132, 232448))
     _C.validate(made)

@@ -228,7 +228,7 @@ MPK_DEVICE void sum_converted(C& c, const Job& job, const TilePlace<V>& place, u
   c.entry += S::kPartChunks;
 }
 
-// What a lane's results of a strip need besides their sums; the strip begins at row `first` of x.
+// The operands of a lane's results of a strip besides their sums; the strip begins at row `first` of x.
 template <class V, class C>
 struct TransposedStrip {
   using S = QuantizedTilesShape<V>;
