@@ -12,13 +12,14 @@ from tests.codegen.test_emulated import check_decoder
 from tests.codegen.test_expert_runs import fresh, in_place, lowered_call
 from tests.cpu.test_quantized import random_bits
 from tests.schedule.decoder_graph import decoder
+from tests.schedule.taken_apart import Parts
 from tests.tasks.test_every_way import launch
 from torch_mpk import _C
 from torch_mpk.jit import compile_cuda
 from torch_mpk.registry.calls import Call
 from torch_mpk.tasks.quantise_rows import quantise_rows
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
-from torch_mpk.testing.emulator import Order, emulate
+from torch_mpk.testing.emulator import SMEM_BYTES, Order, emulate, emulate_schedule
 from torch_mpk.testing.tasks import Calls, compare
 
 pytestmark = pytest.mark.slow  # compilers; tests/tasks/test_every_way.py runs samples of both kernels
@@ -518,3 +519,22 @@ def test_compiles_without_spills(weights: str, batch: int) -> None:
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
     assert resources.spill_store_bytes <= KEPT.get((weights, batch), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [2, 3, 4, 5])
+def test_lines_in_a_small_ring(slots: int) -> None:
+    """A warpgroup that multiplied a line ahead would wait for one that has no slot."""
+    [(rows, k, dtype, sizes)] = [each for each in LINES if each[0] == 12]
+    products = Products([call(rows, k=k, dtype=dtype, **each) for each in sizes])
+    given = in_place(products.operands())
+    lowered = lowered_call(products, given)
+    parts = Parts.of(_C.make_schedule(lowered.graph, _C.Target("cuda", 90, 4, SMEM_BYTES, True)))
+    parts.warps["max_slots"] = slots
+    kernel = emulate_schedule(parts.build())
+    assert "e4m3_linear.warpgroups" in {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs}
+    for order in get_args(Order):
+        results = fresh(lowered)
+        launch(kernel, order, given, results, ())
+        for result, want in zip(results, products(*given), strict=True):
+            compare("y", result, want)

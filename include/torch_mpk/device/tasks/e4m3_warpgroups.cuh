@@ -2,8 +2,9 @@
 // which is quantised already, from its boxes.
 //
 // They add e4m3 products up with fewer bits than fp32 has, and scales change from one 128 columns, a line, to the next.
-// So a line's sums go to other registers, times the scales of its columns. Meanwhile the next line is multiplied; with
-// more than 32 rows of x, for which there are no registers, the other warpgroup multiplies.
+// So a line's sums go to other registers, times the scales of its columns. Meanwhile the next line is multiplied. There
+// are no registers for that with more than 32 rows of x, and no slots in a small ring: then the other warpgroup
+// multiplies.
 #pragma once
 
 #include "torch_mpk/device/quantized.cuh"
@@ -65,7 +66,9 @@ template <class V, int held, class C>
 MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
   using Products = WarpgroupSums<V::kXRows>;
-  constexpr bool kAhead = V::kXRows <= 32;
+  // A warpgroup then has a slot of the ring until its next line has come, at most three entries behind. The loader may
+  // wait for room for several.
+  constexpr bool kAhead = V::kXRows <= 32 && C::Config::kSlots >= 3 + kLeastFilled<C::Config::kSlotBytes>;
   const OwnLines<V> own(pass, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
   E4M3LineScales<V> next, of_products{};
