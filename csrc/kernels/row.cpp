@@ -6,6 +6,7 @@
 #include "../codegen/job_code.h"
 #include "../codegen/row_epilogues.h"
 #include "../codegen/text.h"
+#include "../schedule/access.h"
 #include "../schedule/kernel.h"
 #include "../schedule/proof.h"
 #include "../schedule/staging.h"

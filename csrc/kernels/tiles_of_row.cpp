@@ -54,13 +54,6 @@ std::optional<TilesOfRow> TilesOfRow::find(const Node& maker, const Node& tiles)
   return made;
 }
 
-std::vector<int> tiles_behind(const TBGraph& graph, const Job& job) {
-  std::vector<int> found;
-  std::ranges::copy_if(job.epilogue, std::back_inserter(found),
-                       [&](int n) { return graph.nodes()[n].def->role == Role::kTile; });
-  return found;
-}
-
 bool ends_with_tiles_of_rows(const Schedule& schedule, const Job& job) {
   const auto& nodes = schedule.graph.nodes();
   const Target& target = schedule.target;

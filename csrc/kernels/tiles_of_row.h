@@ -17,9 +17,6 @@ struct TilesOfRow {
   static std::optional<TilesOfRow> find(const Node& maker, const Node& tiles);
 };
 
-// The tile tasks in the job's epilogue.
-std::vector<int> tiles_behind(const TBGraph& graph, const Job& job);
-
 // Whether the tile tasks in its epilogue all take rows of its only node, for Kernel::ends_with_tiles.
 bool ends_with_tiles_of_rows(const Schedule& schedule, const Job& job);
 

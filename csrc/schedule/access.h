@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -206,10 +207,12 @@ inline std::optional<std::vector<int64_t>> strides_behind(const TBGraph& graph, 
   return found;
 }
 
-// Whether tile tasks end a job.
-inline bool has_tiles_behind(const TBGraph& graph, const Job& job) {
-  return std::any_of(job.epilogue.begin(), job.epilogue.end(),
-                     [&](int n) { return graph.nodes()[n].def->role == Role::kTile; });
+// The tile tasks in a job's epilogue.
+inline std::vector<int> tiles_behind(const TBGraph& graph, const Job& job) {
+  std::vector<int> found;
+  std::ranges::copy_if(job.epilogue, std::back_inserter(found),
+                       [&](int n) { return graph.nodes()[n].def->role == Role::kTile; });
+  return found;
 }
 
 // For each epilogue of a job: the position in the body of the node whose results it takes; -1: several nodes.

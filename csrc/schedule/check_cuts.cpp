@@ -42,7 +42,7 @@ class CutCheck {
     const std::vector<const Kernel*> all = kernels_of(s_, job_);
     const Kernel* kernel = find_kernel(cut_.kernel);
     require(std::find(all.begin(), all.end(), kernel) != all.end(), "it has no kernel '" + cut_.kernel + "'");
-    require(!has_tiles_behind(s_.graph, job_) || kernel->ends_with_tiles(s_, job_),
+    require(tiles_behind(s_.graph, job_).empty() || kernel->ends_with_tiles(s_, job_),
             "tile tasks end it that are not tiles of its rows");
     kernel->prove(proof_);
   }

@@ -43,7 +43,7 @@ std::string name_of(const Node& node) { return node.def->name + (node.label.empt
 std::optional<std::string> Kernel::refusal(const Schedule& schedule, const Job& job) const {
   for (int n : job.body)
     if (auto why = refuses_node(schedule.graph.nodes()[n], schedule.target)) return why;
-  if (has_tiles_behind(schedule.graph, job) && !ends_with_tiles(schedule, job)) return "tile tasks end the job";
+  if (!tiles_behind(schedule.graph, job).empty() && !ends_with_tiles(schedule, job)) return "tile tasks end the job";
   return refuses(schedule, job);
 }
 

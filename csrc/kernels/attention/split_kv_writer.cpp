@@ -6,6 +6,7 @@
 #include "../../codegen/checks.h"
 #include "../../codegen/pattern.h"
 #include "../../codegen/text.h"
+#include "../../schedule/access.h"
 #include "../../schedule/staging.h"
 #include "../tiles_of_row.h"
 #include "scores.h"
