@@ -10,9 +10,10 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kMostRows = 64;                // of x
-constexpr int64_t kStageColumns = kWidestStage;  // of x
-constexpr int64_t kMostStageBytes = 96 * 1024;   // of all stages of x
+constexpr int64_t kMostRows = 64;                           // of x
+constexpr int64_t kLeastColumns = 256, kMostColumns = 512;  // of a stage of x
+// Of a stage of more than the least columns, and of all stages.
+constexpr int64_t kWideStageBytes = 16 * 1024, kMostStageBytes = 96 * 1024;
 constexpr int64_t kMostSplit = 4;
 
 struct WarpgroupsCut : TileShape, WarpgroupsFields {};
@@ -37,14 +38,14 @@ class Cutter {
   int64_t staged_bytes(const WarpgroupsCut& c) const {
     const int64_t boxes = c.mainloop_tiles * c.parts, turns = boxes == 1 ? kWarpgroups : 1;
     const int64_t sums = turns * boxes * divide_up(c.tile_rows, kWarpRows) * x_rows(job_.batch) * kSumPitch * 4;
-    return std::max(c.stages * stage_bytes(), sums) + kBoxAlignment;
+    return std::max(c.stages * stage_bytes(c.stage_columns), sums) + kBoxAlignment;
   }
 
   // Split-K needs stages in equal parts, tiles in one pass, and whole groups of the rows of x that a warp finishes
   // together.
   bool can_split(const WarpgroupsCut& c) const {
     if (c.split == 1) return true;
-    return c.parts == 1 && job_.batch % (4 * c.split) == 0 && job_.size % (c.split * kStageColumns) == 0 &&
+    return c.parts == 1 && job_.batch % (4 * c.split) == 0 && job_.size % (c.split * c.stage_columns) == 0 &&
            job_.tiles(c.tile_rows) <= job_.workers / c.split * c.mainloop_tiles;
   }
 
@@ -66,7 +67,15 @@ class Cutter {
  private:
   // Boxes whose sums a warpgroup has in registers.
   int64_t boxes_held() const { return job_.batch <= 32 ? 2 : 1; }
-  int64_t stage_bytes() const { return x_rows(job_.batch) * kStageColumns * job_.element; }
+  int64_t stage_bytes(int64_t columns) const { return x_rows(job_.batch) * columns * job_.element; }
+  // As wide a stage as has few bytes: warpgroups wait for each.
+  int64_t stage_columns(int64_t split) const {
+    int64_t columns = kLeastColumns;
+    while (columns < kMostColumns && stage_bytes(2 * columns) <= kWideStageBytes &&
+           job_.size % (2 * columns * split) == 0)
+      columns *= 2;
+    return columns;
+  }
 
   WarpgroupsCut cut(int64_t box_rows, int64_t split) const {
     WarpgroupsCut c{{box_rows, job_.parts, 1, format_.row_bytes(), kWarpgroupLineBytes}, {}};
@@ -74,7 +83,8 @@ class Cutter {
     c.readers = kWarpgroupWarps;
     c.in_flight = std::min<int64_t>(entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes(), kMaxSlots);
     c.split = split;
-    c.stages = std::clamp<int64_t>(kMostStageBytes / stage_bytes(), 1, kStages);
+    c.stage_columns = stage_columns(split);
+    c.stages = std::clamp<int64_t>(kMostStageBytes / stage_bytes(c.stage_columns), 1, kStages);
     const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);
     const int64_t most = std::max<int64_t>(kWarpgroups * boxes_held() / job_.parts, 1);
     c.mainloop_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
@@ -99,7 +109,7 @@ WarpgroupsWriter::WarpgroupsWriter(const codegen::JobPlace& place, std::string n
       own_(fields_of<WarpgroupsFields>(place.job.cut)) {}
 
 void WarpgroupsWriter::add_input() {
-  const int64_t words = kStageColumns * element_ / 2;
+  const int64_t words = own_.stage_columns * element_ / 2;
   map_of_x_ = refs_.add_map(first_, element_ == 2 ? x_ : in_words(x_), x_rows(batch_), words);
 }
 
@@ -115,7 +125,6 @@ std::string WarpgroupsWriter::shape_constants() const {
   using namespace codegen;
   return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kEpilogueTiles", own_.mainloop_tiles) +
          flag("kByWarpgroups", true) + flag("kBoxesOfX", true) + constant("kXRows", x_rows(batch_)) +
-         constant("kStageColumns", kStageColumns) +
          returning("const void*", "map_of_x(const Job& job)", "job.pointer<const void>(" + str(map_of_x_) + ")");
 }
 
@@ -132,9 +141,9 @@ std::optional<std::string> WarpgroupsKernel::refuses_size(const Tensor& x) const
   if (x.shape[0] < fewest_rows_ || x.shape[0] > kMostRows)
     return "x has " + std::to_string(x.shape[0]) + " rows, expected " + std::to_string(fewest_rows_) + " to " +
            std::to_string(kMostRows);
-  if (x.shape[1] % kStageColumns != 0)
+  if (x.shape[1] % kLeastColumns != 0)
     return "x has " + std::to_string(x.shape[1]) + " columns, expected whole stages of " +
-           std::to_string(kStageColumns);
+           std::to_string(kLeastColumns);
   return std::nullopt;
 }
 
@@ -186,7 +195,9 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   const WeightFormat format = WeightFormat::of(proof.first());
   const auto refusal = refuses_format(proof.first());
   proof.require(!refusal, refusal.value_or(""));
-  proof.require(linears.size % kStageColumns == 0, "x does not come in whole stages");
+  proof.require(own.stage_columns > 0 && own.stage_columns % kLeastColumns == 0 && own.stage_columns <= kMostColumns &&
+                    linears.size % own.stage_columns == 0,
+                "x does not come in whole stages");
   const Cutter cutter(linears, format, line_ns(format));
   const WarpgroupsCut c{s, own};
   proof.require(linears.workers / own.split > 0 && cutter.can_split(c),

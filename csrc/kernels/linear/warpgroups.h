@@ -18,11 +18,13 @@ struct WarpgroupsFields {
   int64_t mainloop_tiles = 1;  // tiles of one mainloop
   int64_t split = 1;           // split_k: workers that share the same tiles
   int64_t stages = 2;          // of x, that are in shared memory together
+  int64_t stage_columns = 0;   // of a stage of x
 
-  static constexpr std::array<FieldOf<WarpgroupsFields>, 3> kAll = {{
+  static constexpr std::array<FieldOf<WarpgroupsFields>, 4> kAll = {{
       {"mainloop_tiles", "kMainloopTiles", &WarpgroupsFields::mainloop_tiles},
       {"split", "kSplit", &WarpgroupsFields::split},
       {"stages", "kHeldStages", &WarpgroupsFields::stages},
+      {"stage_columns", "kStageColumns", &WarpgroupsFields::stage_columns},
   }};
 };
 

@@ -337,6 +337,14 @@ struct RingReader {
     return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
   }
 
+  // Whether that of both entries has, of which the second one is issued later.
+  MPK_DEVICE bool has(uint32_t first, uint32_t second) {
+    look(second);
+    const bool are_there = ptx::mbar_peek(&ring.full[first % slots], (first / slots) & 1) &
+                           ptx::mbar_peek(&ring.full[second % slots], (second / slots) & 1);
+    return __all_sync(~0u, reached(issued, second + 1) && are_there);
+  }
+
   // Waits for the data of entry g, which is certain to come.
   MPK_DEVICE bool wait(uint32_t g, uint32_t phase) { return has(g) || wait_longer(g, phase); }
   MPK_DEVICE bool wait_longer(uint32_t g, uint32_t phase) {

@@ -2,9 +2,9 @@
 // which is quantised already, from its boxes.
 //
 // They add e4m3 products up with fewer bits than fp32 has, and scales change from one 128 columns, a line, to the next.
-// So a line's sums go to other registers, times the scales of its columns. Meanwhile the next line is multiplied. There
-// are no registers for that with more than 32 rows of x, and no slots in a small ring: then the other warpgroup
-// multiplies.
+// So a line's sums go to other registers, times the scales of its columns. A warpgroup takes two lines at a time, of
+// two boxes or of one, and adds the first one's sums while the second one is multiplied: what it does beside products,
+// one thing after the other, took three quarters of its time.
 #pragma once
 
 #include "torch_mpk/device/quantized.cuh"
@@ -61,55 +61,43 @@ MPK_DEVICE void add_line(WarpgroupSums<V::kXRows>& sums, const WarpgroupSums<V::
   }
 }
 
-// A warpgroup's mainloop, of `held` boxes.
-template <class V, int held, class C>
+// A warpgroup's mainloop, of `held` boxes, `count` lines at a time.
+template <class V, int held, int count, class C>
 MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
-  using Products = WarpgroupSums<V::kXRows>;
-  // A warpgroup then has a slot of the ring until its next line has come, at most three entries behind. The loader may
-  // wait for room for several.
-  constexpr bool kAhead = V::kXRows <= 32 && C::Config::kSlots >= 3 + kLeastFilled<C::Config::kSlotBytes>;
   const OwnLines<V> own(pass, c.warp);
   const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
-  E4M3LineScales<V> next, of_products{};
-  Products products[1] = {};
-  uint32_t read = c.entry - 1;  // the entry that the products read; none at first
-  const auto load = [&](uint32_t box, uint32_t chunk) {
-    if (box < own.boxes && chunk < S::kChunks) next.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
+  E4M3LineScales<V> next[count];
+  WarpgroupSums<V::kXRows> products[count] = {};
+  const auto load = [&](uint32_t box, uint32_t chunk, int j) {
+    if (box < own.boxes && chunk < S::kChunks)
+      next[j].load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  const auto release = [&] {
-    if (read != c.entry - 1) c.ring.release_share(read);
-  };
-  own.template each<held>(
-      c, products, stages, load, [&](int h, uint32_t, uint32_t entry, const uint8_t* x, int i, auto load_next) {
-        const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(entry) - c.smem));
-        Products done;
-        if constexpr (kAhead) {
-          ptx::await_sums(products[0]);
-          release();
+  own.template each<held, count>(
+      c, products, stages, load, [&](const OwnLine(&lines)[count], const uint8_t* x, auto load_next) {
 #pragma unroll
-          for (int sum = 0; sum < V::kXRows / 2; sum++) done[sum] = products[0][sum];
-          ptx::hold_sums(done);
+        for (int j = 0; j < count; j++) {
+          const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(lines[j].entry) - c.smem));
+          ptx::hold_sums(products[j]);
+          ptx::begin_products();
+          multiply_byte_blocks<V::kXRows>(products[j], line, x + lines[j].i * S::kBlockPitch);
+          ptx::commit_products();
         }
-        ptx::hold_sums(products[0]);
-        ptx::begin_products();
-        multiply_byte_blocks<V::kXRows>(products[0], line, x + i * S::kBlockPitch);
-        ptx::commit_products();
-        const E4M3LineScales<V> before = of_products;
-        of_products = next, read = entry;
+        E4M3LineScales<V> scales[count];
+#pragma unroll
+        for (int j = 0; j < count; j++) scales[j] = next[j];
         load_next();
-        if constexpr (kAhead) {
-          add_line<V>(sums[h == 0 ? held - 1 : h - 1], done, before, c.lane);
-        } else {
-          ptx::await_sums(products[0]);
-          release();
-          add_line<V>(sums[h], products[0], of_products, c.lane);
+#pragma unroll
+        for (int j = 0; j < count; j++) {
+          if (j + 1 < count)
+            ptx::await_products<count - 1>();
+          else
+            ptx::await_products<0>();
+          ptx::hold_sums(products[j]);
+          c.ring.release_share(lines[j].entry);
+          add_line<V>(sums[lines[j].h], products[j], scales[j], c.lane);
         }
       });
-  if constexpr (kAhead) {
-    release();
-    add_line<V>(sums[held - 1], products[0], of_products, c.lane);
-  }
 }
 
 template <class V, class C>
@@ -119,12 +107,15 @@ MPK_DEVICE void compute_e4m3_warpgroups(C& c, const Job& job) {
   compute_by_warpgroups<V, true>(
       c, job, [](Span) {},
       [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) {
+        // Two at a time are in four slots that follow each other, and the loader may wait for room for several.
+        constexpr bool kHasRoom = C::Config::kSlots >= 3 + kLeastFilled<C::Config::kSlotBytes>;
         constexpr int kHeld = RowsShape<V>::kHeld;
         static_assert(kHeld <= 2);
         if (kHeld == 1 || OwnLines<V>(pass, c.warp).box(1) >= (pass.end - pass.begin) * V::kParts)
-          multiply_e4m3<V, 1>(c, job, pass, sums, stages);
+          multiply_e4m3<V, 1, kHasRoom && OwnLines<V>::template are_pairs<1>() ? 2 : 1>(c, job, pass, sums, stages);
         else
-          multiply_e4m3<V, kHeld>(c, job, pass, sums, stages);
+          multiply_e4m3<V, kHeld, kHasRoom && OwnLines<V>::template are_pairs<kHeld>() ? 2 : 1>(c, job, pass, sums,
+                                                                                                stages);
       });
 }
 

@@ -15,59 +15,103 @@ concept WarpgroupsVariant = RowsVariant<V, C> && Constants<int, V::kHeldStages>;
 template <class V>
 using HeldSums = WarpgroupSums<V::kXRows>[RowsShape<V>::kHeld];
 
+// A line that a warpgroup multiplies: that of its h-th box, number `chunk` of the worker's part of K and `i` of its
+// stage of x, which is ring entry `entry`.
+struct OwnLine {
+  int h, i;
+  uint32_t chunk, entry;
+};
+
 // Which boxes of a pass, or which lines of its only box, a warpgroup multiplies. (multiply_by_warpgroup has a loop of
 // its own: with this one, linears of 64 rows take more registers than there are.)
 template <class V>
 struct OwnLines {
   using S = RowsShape<V>;
   static constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  static constexpr int kStep = kTakesTurns ? kWarpgroups : 1;  // from one of its lines of a box to the next
   uint32_t boxes, group;
 
   MPK_DEVICE OwnLines(Span pass, uint32_t warp)
       : boxes((pass.end - pass.begin) * V::kParts), group(warp / kWarpgroupWarps) {}
   MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? 0 : group + h * kWarpgroups; }
-  // The first line of a stage that is its own; kStep lines on is the next.
+  // The first line of a stage that is its own.
   MPK_DEVICE uint32_t first(uint32_t stage) const {
     return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
   }
-  static constexpr uint32_t kStep = kTakesTurns ? kWarpgroups : 1;
+  // Whether its lines of a stage can be taken two at a time: those of two boxes, or of one.
+  template <int held>
+  static constexpr bool are_pairs() {
+    return held == 2 || (held == 1 && S::kChunksOfStage % (2 * kStep) == 0);
+  }
 
-  // Calls `take` with the h-th box's line `chunk` of the worker's part of K, its ring entry, and the line's number in
-  // the stage `x`; and `load` with the box and the line that come next, before the first and in each turn. `sums` are
-  // those to which products in flight are added. A warp whose wait aborts goes on with whatever stands in the ring,
-  // since the other warps of its warpgroup cannot multiply without it.
+  // Calls `take` with the next `count` lines, which are there, and the place of their stage; and `load` with each box
+  // and line that come next, and which of them it is, before the first and in each turn. When `take` returns, no
+  // products but its own are in flight. `sums` are those to which products in flight are added. A warp whose wait
+  // aborts goes on with whatever stands in the ring, since the other warps of its warpgroup cannot multiply without it.
   // `held`: the boxes that a warpgroup has, or one for one that has none; 0 where that is not known.
-  template <int held = 0, class C, int count, class Load, class Take>
-  MPK_DEVICE void each(C& c, WarpgroupSums<V::kXRows> (&sums)[count], const uint8_t* stages, Load load,
+  template <int held, int count, class C, int arrays, class Load, class Take>
+  MPK_DEVICE void each(C& c, WarpgroupSums<V::kXRows> (&sums)[arrays], const uint8_t* stages, Load load,
                        Take take) const {
-    load(box(0), kTakesTurns ? group : 0u);
+    static_assert(count == 1 || (count == 2 && are_pairs<held>()));
+    constexpr int kBoxes = count == held ? count : 1;  // of lines that are taken together
+    constexpr int kAdvance = kStep * (count / kBoxes);
+#pragma unroll
+    for (int j = 0; j < count; j++) load(box(kBoxes > 1 ? j : 0), (kTakesTurns ? group : 0) + j / kBoxes * kStep, j);
+    uint32_t read = ~0u;  // the stage that products in flight may read
+    const auto release = [&] {
+      if (read != ~0u) c.stages().release(StageState<V>(c.stage + read).barrier(), c.lane);
+      read = ~0u;
+    };
 #pragma unroll 1
     for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
       const StageState<V> stage(c.stage + turn);
+      if (read != ~0u && turn - read >= S::kStagesHeld) {  // this stage takes its place
+        ptx::await_products<0>();
+        release();
+      }
       if (!c.failed) c.failed = !stage.await(c);
       c.stamp_first(&PhaseStamps::staged);
       const uint32_t x = warp_uniform(stage.offset());
+      bool is_read = false;
 #pragma unroll 1
-      for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kStep) {
-        const uint32_t chunk = turn * S::kChunksOfStage + i;
+      for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kAdvance) {
 #pragma unroll
-        for (int h = 0; h < (held > 0 ? held : S::kHeld); h++) {
+        for (int h = 0; h < (held > 0 ? held : S::kHeld); h += kBoxes) {
           if ((held == 0 || h == 0) && box(h) >= boxes) break;
-          const uint32_t entry = c.entry + chunk * boxes + box(h);
-          if (!c.failed && !c.ring.has(entry)) {
+          const bool is_last = held > 0 ? h + kBoxes == held : h + 1 == S::kHeld || box(h + 1) >= boxes;
+          OwnLine lines[count];
+#pragma unroll
+          for (int j = 0; j < count; j++) {
+            const uint32_t at = i + j / kBoxes * kStep, chunk = turn * S::kChunksOfStage + at;
+            const int of = h + (kBoxes > 1 ? j : 0);
+            lines[j] = {of, static_cast<int>(at), chunk, c.entry + chunk * boxes + box(of)};
+          }
+          if (!c.failed &&
+              !(count == 1 ? c.ring.has(lines[0].entry) : c.ring.has(lines[0].entry, lines[count - 1].entry))) {
             // A call may use registers that products in flight read or write.
 #pragma unroll
             for (auto& each : sums) ptx::await_sums(each);
-            c.failed = !c.ring.wait_longer(entry, c.phase);
+#pragma unroll
+            for (const OwnLine& line : lines)
+              if (!c.failed) c.failed = !c.ring.wait_longer(line.entry, c.phase);
           }
-          const bool is_last = held > 0 ? h + 1 == held : h + 1 == S::kHeld || box(h + 1) >= boxes;
-          take(h, chunk, entry, stages + x, i,
-               [&] { load(is_last ? box(0) : box(h + 1), is_last ? chunk + kStep : chunk); });
+          take(lines, stages + x, [&] {
+#pragma unroll
+            for (int j = 0; j < count; j++)
+              load(is_last ? box(kBoxes > 1 ? j : 0) : box(h + kBoxes + j), lines[j].chunk + (is_last ? kAdvance : 0),
+                   j);
+          });
+          release();
+          is_read = true;
         }
       }
-      ptx::await_products<0>();
-      c.stages().release(stage.barrier(), c.lane);
+      if (is_read)
+        read = turn;
+      else
+        c.stages().release(stage.barrier(), c.lane);
     }
+    ptx::await_products<0>();
+    release();
 #pragma unroll
     for (auto& each : sums) ptx::await_sums(each);
   }

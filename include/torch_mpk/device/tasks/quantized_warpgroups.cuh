@@ -140,11 +140,12 @@ MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>&
   const bool has_rows = warp < S::kBlocksOfBox;
   LineFactors<V> factors;  // of the next line
   ptx::Quad weights[2][Q::kSteps] = {};
-  const auto load = [&](uint32_t box, uint32_t chunk) {
+  const auto load = [&](uint32_t box, uint32_t chunk, int) {
     if (box < own.boxes && chunk < S::kChunks)
       factors.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
   };
-  own.each(c, sums, stages, load, [&](int h, uint32_t chunk, uint32_t entry, const uint8_t* x, int i, auto load_next) {
+  own.template each<0, 1>(c, sums, stages, load, [&](const OwnLine(&lines)[1], const uint8_t* x, auto load_next) {
+    const auto [h, i, chunk, entry] = lines[0];
     const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
                                     c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
     const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
