@@ -15,7 +15,7 @@ from tests.ranks import sweep
 from tests.ranks.team import run, start
 from tests.ranks.test_models import LENGTH, NEW, PROMPT, save_quantised, sharded
 from tests.ranks.test_processes import WATCHDOG, Layers, compiled, digest, inputs
-from torch_mpk.errors import MegakernelTimeout
+from torch_mpk.errors import EngineError, MegakernelTimeout
 from torch_mpk.testing.tiny import random_ids, tiny_model
 
 RANKS = 2
@@ -144,8 +144,11 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def models(rank: int, folder: str) -> dict[str, object]:
-    """A prompt's logits of dense, expert and FP8 models, in one launch each, and tokens behind a prompt."""
+def models(rank: int, folder: str, prompts: list[list[int]]) -> dict[str, object]:
+    """A prompt's logits of dense, expert and FP8 models, in one launch each, and the dense one's tokens behind
+    ``prompts``; and why there is no continuous batching."""
+    from torch_mpk import continuous_batching
+
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     torch.cuda.set_device(rank)
@@ -158,9 +161,16 @@ def models(rank: int, folder: str) -> dict[str, object]:
         step = torch.compile(model, backend="mpk", options={"fallback": "error", "while_building": "wait"})
         found[name] = step(input_ids=ids, use_cache=False).logits.float().tolist()
         torch_mpk.synchronize()
-    prompts = random_ids(2, LENGTH).cuda()
-    tokens = torch_mpk.generate(model, prompts, NEW, options={"fallback": "error"}, eos_token_id=[])
-    return found | {"tokens": tokens.tolist()}
+    tokens = torch_mpk.generate(
+        model, torch.tensor(prompts, device="cuda"), NEW, options={"fallback": "error"}, eos_token_id=[]
+    )
+    batched = sharded(f"{folder}/dense", continuous_batching.ATTENTION, torch.float32)
+    try:
+        batched.generate_batch(PROMPT, continuous_batching_config=continuous_batching.config())
+        refusal = ""
+    except EngineError as error:
+        refusal = str(error)
+    return found | {"tokens": tokens.tolist(), "refusal": refusal}
 
 
 def test_models_shared_out(tmp_path: Path) -> None:
@@ -173,10 +183,12 @@ def test_models_shared_out(tmp_path: Path) -> None:
         want["dense"] = dense(input_ids=torch.tensor(PROMPT)).logits
         experts = sweep.AutoModelForCausalLM.from_pretrained(tmp_path / "0", dtype=torch.float32)
         want["0"] = experts(input_ids=torch.tensor(PROMPT)).logits
-        greedy = dense.generate(random_ids(2, LENGTH), max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
-    both = run(RANKS, models, tmp_path, str(tmp_path))
+        prompts = random_ids(2, LENGTH)
+        greedy = dense.generate(prompts, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
+    both = run(RANKS, models, tmp_path, str(tmp_path), prompts.tolist())
     assert both[0] == both[1], "ranks differ"
     for name, exact in want.items():
         error = (torch.tensor(both[0][name]) - exact).norm() / exact.norm()
         assert error < (1e-2 if name == "fp8" else 1e-4), name
     assert both[0]["tokens"] == greedy.tolist()
+    assert "shared out to 2 ranks" in both[0]["refusal"]
