@@ -176,7 +176,8 @@ def test_an_epilogue_of_rows_in_any_order(seed: int) -> None:
     b = Builder()
     shape = [generator.choice([3, 24, 70]), generator.choice([1, 4, 6]), generator.choice([8, 48, 128, 36, 2080])]
     dtype = generator.choice(["bfloat16", "float32", "float16"])
-    many_rows(b)
+    if seed % 2 == 0:
+        many_rows(b)
     flat = [shape[0] * shape[1], shape[2]]
     x, y = b.buffer("input", "x", dtype, flat), b.buffer("output", "y", dtype, flat)
     made = b.node("rms_norm", [("x", x)], y, NORM)

@@ -32,6 +32,7 @@ class Rows:
     has_scale: bool = False
     router: bool = False  # a linear reads the norm, too
     overwritten: bool = False  # the norm is, before it is quantised
+    negated: bool = False  # a pointwise node reads the norm, too
 
     def add_to(self, b: Builder) -> _C.Tensor:
         """The norm. Inputs are x, the weight, and the scale; outputs the norm, if it is one, numbers and scales."""
@@ -43,6 +44,8 @@ class Rows:
         b.node("rms_norm", [("x", x), ("weight", weight)], y, {"eps": 1e-6, "style": "llama"})
         if self.overwritten:
             b.pointwise("add", [y, y], y)
+        if self.negated:
+            b.pointwise("neg", [y], b.buffer("output", "negated" + at, self.dtype, shape))
         for i, each in enumerate(self.blocks):
             made = [
                 ("numbers", b.buffer("output", f"numbers{at}.{i}", "float8_e4m3fn", each), False, True),
@@ -90,6 +93,7 @@ CASES = {
         Rows(4, 1280, [[4, 1, 1280], [4, 10, 128]], "float16", kind="output"),
         Rows(3, 360, [[3, 18, 20]], kind="output"),
         Rows(3, 512, [[3, 4, 128]], "float32", kind="output"),
+        Rows(11, 512, [[11, 4, 128]], kind="output", negated=True),
     ],
 }
 
@@ -99,7 +103,8 @@ def test_rows_are_rounded_and_then_quantised(all_rows: list[Rows]) -> None:
     """The bits are those of a phase that reads what the norm stores."""
     made = graph(*all_rows)
     kernel = emulate(made, workers=2)
-    assert jobs(kernel.schedule) == [NORM[:1] + NORM[1:] * len(rows.blocks) for rows in all_rows]
+    of_rows = [["pointwise"] * rows.negated + NORM[1:] * len(rows.blocks) for rows in all_rows]
+    assert jobs(kernel.schedule) == [NORM[:1] + behind for behind in of_rows]
     inputs = [allocate(t) for t in tensors(made, "input")]
     for t in inputs:
         t.copy_(torch.randn(t.shape) if t.numel() > 1 else torch.tensor([0.01]))
@@ -114,6 +119,7 @@ def test_rows_are_rounded_and_then_quantised(all_rows: list[Rows]) -> None:
         eager = rms_norm(x, weight, eps=1e-6, style="llama")
         y = next(results) if rows.kind == "output" else eager
         torch.testing.assert_close(y, eager, rtol=2e-2, atol=1e-6)
+        assert not rows.negated or torch.equal(next(results), -y)
         exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
         for shape in rows.blocks:
             numbers, scales = next(results), next(results)

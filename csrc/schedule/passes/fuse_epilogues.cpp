@@ -21,13 +21,24 @@ struct Fusion {
   }
 };
 
-// The makers of the node's operands that could take it as an epilogue: nodes that take epilogues, or their epilogues.
+// Whether the node reads nothing that the launch makes but results of one other.
+bool reads_only(const Draft& draft, int n, int maker) {
+  return std::ranges::all_of(draft.node(n).operands, [&](const Operand& operand) {
+    return !operand.is_read || !draft.is_workspace(operand.tensor.buffer) ||
+           operand.tensor.buffer == output(draft.node(maker)).tensor.buffer;
+  });
+}
+
+// The makers of the node's operands that could take it as an epilogue: nodes that take epilogues, or their epilogues. A
+// row task takes it if rows are few, too, where the node's other operands cannot be polled.
 std::vector<int> producers_of(const Draft& draft, int n) {
   std::vector<int> producers;
   for (const Dependency* edge : draft.in[n]) {
     const int p = edge->from;
     const bool is_epilogue = draft.job_of[p] >= 0 && draft.node(p).def->role == Role::kPointwise && !draft.is_in_run(p);
-    if (edge->hazard == Hazard::kReadAfterWrite && (draft.takes_epilogues(p) || is_epilogue) && !contains(producers, p))
+    const bool is_row = draft.node(p).def->role == Role::kRow && !draft.is_in_run(p) && reads_only(draft, n, p);
+    if (edge->hazard == Hazard::kReadAfterWrite && (draft.takes_epilogues(p) || is_row || is_epilogue) &&
+        !contains(producers, p))
       producers.push_back(p);
   }
   return producers;
