@@ -51,6 +51,7 @@ from torch_mpk.lowering.values import (
 from torch_mpk.registry import Task
 
 MAX_COST = 64  # instructions of one virtual tensor's expression before its operands get memory of their own
+MORE_COST = 8  # what may stand behind one such operand, as a cast does, before it takes a step of its own
 SHARED_COST = 32  # the same for a value that several nodes consume, and that would be computed by each
 
 
@@ -175,7 +176,8 @@ class Lowerer:
         self, dtype: torch.dtype, shape: Sequence[Size], sources: Sequence[Lazy], inner: Inner, cost: int = 1
     ) -> Lazy:
         """A virtual tensor over sources that ``read`` returned; large ones get memory first."""
-        if cost + sum(s.cost for s in sources) > MAX_COST:
+        is_chain = sum(s.cost > 1 for s in sources) < 2
+        if cost + sum(s.cost for s in sources) > MAX_COST + (MORE_COST if is_chain else 0):
             for source in sorted(sources, key=lambda s: -s.cost):
                 if source.cost > 1 and is_static(source.shape):
                     self.realise(source)
