@@ -183,6 +183,52 @@ def test_rope(function, rows, dtype):
     assert tasks_of(gm) == {"rope": 1}
 
 
+def halves(x, cos, sin, split=lambda x: x.chunk(2, -1)):
+    (a, b), c, s = split(x), cos.unsqueeze(1), sin.unsqueeze(1)
+    return (torch.cat((a * c - b * s, s * a + c * b), -1),)
+
+
+def halves_of_other_signs(x, cos, sin):
+    (a, b), c, s = x.chunk(2, -1), cos.unsqueeze(1), sin.unsqueeze(1)
+    return (torch.cat((a * c + b * s, b * c - a * s), -1),)
+
+
+def halves_of_other_tables(x, cos, sin):
+    (a, b), c, s = x.chunk(2, -1), cos.unsqueeze(1), sin.unsqueeze(1)
+    return (torch.cat((a * c - b * s, b * s + a * c), -1),)
+
+
+def halves_of_one_table(x, cos, sin):
+    return torch.cat((*halves(x, cos, sin), *halves(x.flip(1), cos, sin)), 1), cos
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("positions", [1, 5])
+@pytest.mark.parametrize(
+    ("function", "num_tasks"),
+    [
+        (lambda *args: halves(*args), 1),
+        (lambda *args: halves(*args, split=lambda x: (x[..., :8], x[..., 8:])), 1),
+        (lambda *args: halves(*args, split=lambda x: x.split(8, -1)), 1),
+        (lambda *args: halves_of_one_table(*args), 2),
+        (halves_of_other_signs, 0),
+        (halves_of_other_tables, 0),
+        (lambda *args: halves(*args, split=lambda x: x.chunk(2, -1)[::-1]), 0),
+        (lambda x, c, s: (torch.cat(halves(x, c, s)[0].chunk(2, -1), 1),), 1),
+    ],
+)
+def test_rope_of_halves(function, num_tasks, positions, rows, dtype):
+    tables = (torch.randn(rows, positions, 8).to(dtype) for _ in range(2))
+    gm = rewritten(function, torch.randn(3, 4, positions, 16).to(dtype), *tables)
+    assert tasks_of(gm) == ({"rope": num_tasks} if num_tasks else {})
+    made = [node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default and "val" in node.meta]
+    assert (
+        num_tasks == 0
+        or sum(node.meta["val"].shape[-1] == 16 and node.args[0][0] is node.args[0][1] for node in made) == 2
+    )
+
+
 def partial(x, cos, sin):
     part, rest = x[..., :8], x[..., 8:]
     return (torch.cat((rope(part, cos[..., :8], sin[..., :8])[0], rest), -1),)

@@ -147,9 +147,9 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 def models(rank: int, folder: str, prompts: list[list[int]]) -> dict[str, object]:
     """A prompt's logits of dense, expert and FP8 models, in one launch each, and the dense one's tokens behind
     ``prompts``; and why there is no continuous batching."""
-    from torch_mpk import continuous_batching
-
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    from torch_mpk import continuous_batching
 
     torch.cuda.set_device(rank)
     FineGrainedFP8HfQuantizer.validate_environment = lambda *args, **kwargs: None  # no kernels from the hub

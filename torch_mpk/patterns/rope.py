@@ -1,13 +1,25 @@
-"""Rotary position embedding: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``."""
+"""Rotary position embedding: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``, or the same half by half."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
 
+from torch_mpk.capture.aliasing import storages
 from torch_mpk.patterns.positions import as_rows, from_rows
-from torch_mpk.patterns.rewriter import Rewriter, argument, aten, dtype, is_call, is_tensor, shape, swapped
+from torch_mpk.patterns.rewriter import (
+    Rewriter,
+    argument,
+    aten,
+    dtype,
+    is_call,
+    is_tensor,
+    reshape_source,
+    shape,
+    swapped,
+)
 from torch_mpk.patterns.table import pattern
 
 
@@ -29,6 +41,70 @@ def rope(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+@pattern(aten.cat.default)
+def rope_of_halves(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    """``cat(x[:D/2] * cos - x[D/2:] * sin, x[D/2:] * cos + x[:D/2] * sin)``, with tables of D/2 columns."""
+    if not is_tensor(node) or len(shape(node)) != 4 or None in shape(node) or not _is_pair_of_last_dim(node):
+        return None
+    difference, total = node.args[0]
+    if not is_call(difference, aten.sub.Tensor) or not is_call(total, aten.add.Tensor):
+        return None
+    products = [*difference.args, *total.args]
+    if any(argument(each, "alpha") != 1 for each in (difference, total)) or not all(
+        is_call(product, aten.mul.Tensor) for product in products
+    ):
+        return None
+    for first, cos in swapped(products[0].args):
+        for second, sin in swapped(products[1].args):
+            halves, interior = _halves(first, second)
+            if halves is None or shape(halves) != shape(node) or not all(_is_table(t, first) for t in (cos, sin)):
+                continue
+            for straight, turned in swapped(products[2:]):
+                if (second, cos) in swapped(straight.args) and (first, sin) in swapped(turned.args):
+                    rw.see(node, difference, total, *products, *interior)
+                    return _rope(rw, node, halves, *(_doubled(rw, table) for table in (cos, sin)))
+    return None
+
+
+def _is_pair_of_last_dim(node: fx.Node) -> bool:
+    return len(node.args[0]) == 2 and argument(node, "dim") % len(shape(node)) == len(shape(node)) - 1
+
+
+def _halves(first: Any, second: Any) -> tuple[fx.Node | None, list[fx.Node]]:
+    """What the two are the halves of along its last dimension, and the interior nodes."""
+    if is_call(first, aten.slice.Tensor) and is_call(second, aten.slice.Tensor):
+        x, size = first.args[0], shape(first.args[0])[-1]
+        are_halves = size is not None and size % 2 == 0 and second.args[0] is x
+        ranges = [(0, size // 2), (size // 2, size)] if are_halves else None
+        return (x, [first, second]) if ranges == [_last_dim_range(part) for part in (first, second)] else (None, [])
+    if not is_call(first, operator.getitem) or not is_call(second, operator.getitem):
+        return None, []
+    parts = first.args[0]
+    if parts is not second.args[0] or (first.args[1], second.args[1]) != (0, 1):
+        return None, []
+    if not is_call(parts, aten.chunk.default, aten.split.Tensor) or not is_tensor(parts.args[0]):
+        return None, []
+    x = parts.args[0]
+    sizes = [shape(half)[-1] for half in (first, second)]
+    is_last = argument(parts, "dim") % len(shape(x)) == len(shape(x)) - 1
+    return (x, [first, second, parts]) if is_last and sizes == [shape(x)[-1] / 2] * 2 else (None, [])
+
+
+def _doubled(rw: Rewriter, table: fx.Node) -> fx.Node:
+    """``cat(table, table)``. All rotations by one table have one of it, behind what the table is a view of."""
+    root = table
+    while (source := reshape_source(root)) is not None and shape(source)[-1] == shape(table)[-1]:
+        root = source
+    if rw.is_written_between(storages(root), root, rw.place):
+        return rw.call(aten.cat.default, [table, table], -1)
+    made = next((user for user in root.users if is_call(user, aten.cat.default) and user.args[0] == [root, root]), None)
+    if made is None:
+        made = rw.call(aten.cat.default, [root, root], -1)
+    elif not made < rw.place:
+        root.append(made)
+    return rw.reshape(made, (*shape(table)[:-1], 2 * shape(table)[-1]))
+
+
 def _rope(rw: Rewriter, node: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.Node:
     batch, _, positions, size = shape(x)
     num_rows, tables = batch * positions, []
@@ -42,11 +118,10 @@ def _rope(rw: Rewriter, node: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node) -
 
 def _rotated_half(node: Any) -> tuple[fx.Node | None, list[fx.Node]]:
     """x and the interior nodes, where ``node`` is ``cat(-x[..., D/2:], x[..., :D/2])``."""
-    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2 or not is_tensor(node):
+    if not is_call(node, aten.cat.default) or not is_tensor(node) or not _is_pair_of_last_dim(node):
         return None, []
-    rank = len(shape(node))
     negated, first = node.args[0]
-    if argument(node, "dim") % rank != rank - 1 or not is_call(negated, aten.neg.default):
+    if not is_call(negated, aten.neg.default):
         return None, []
     (second,) = negated.args
     if not is_call(first, aten.slice.Tensor) or not is_call(second, aten.slice.Tensor):
