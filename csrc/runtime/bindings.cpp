@@ -51,6 +51,20 @@ void call(CudaExecutable& executable, Arguments& arguments, const py::tuple& arg
   launch.make(executable, stream);
 }
 
+// `owner`, shared with code that does not hold Python's lock.
+std::shared_ptr<void> shared(py::object owner) {
+  return {new py::object(std::move(owner)), [](py::object* held) {
+            const py::gil_scoped_acquire acquire;
+            delete held;
+          }};
+}
+
+void join(CudaExecutable& executable, int rank, const std::vector<uint64_t>& mailboxes, py::object owner) {
+  std::shared_ptr<void> kept = shared(std::move(owner));
+  const py::gil_scoped_release release;
+  executable.join(rank, mailboxes, std::move(kept));
+}
+
 std::vector<LaunchTimes> stop_recording(CudaExecutable& executable) {
   const py::gil_scoped_release release;
   return executable.stop_recording();
@@ -87,12 +101,13 @@ CudaProgram read_program(py::handle object) {
 }
 
 void bind_executable(py::module_& m) {
-  py::class_<CudaExecutable>(m, "CudaExecutable", "A megakernel loaded on one device.")
+  py::class_<CudaExecutable, std::shared_ptr<CudaExecutable>>(
+      m, "CudaExecutable", "A megakernel loaded on one device. CUDA graphs keep what their launches need of it.")
       .def(py::init([](py::handle program, const py::bytes& image, int device, uint64_t watchdog_ns) {
              const CudaProgram fields = read_program(program);
              const std::string copy = image;
              const py::gil_scoped_release release;
-             return std::make_unique<CudaExecutable>(fields, copy, device, watchdog_ns);
+             return std::make_shared<CudaExecutable>(fields, copy, device, watchdog_ns);
            }),
            py::arg("program"), py::arg("image"), py::arg("device"), py::arg("watchdog_ns"))
       .def("run", &run, py::arg("inputs"), py::arg("outputs"), py::arg("scalars"), py::arg("stream"),
@@ -106,11 +121,10 @@ void bind_executable(py::module_& m) {
       .def("check", &CudaExecutable::check, py::call_guard<py::gil_scoped_release>(),
            "Raise MegakernelTimeout when a launch was aborted since the last call. Does not wait for launches in "
            "flight.")
-      .def("join", &CudaExecutable::join, py::arg("rank"), py::arg("mailboxes"),
-           py::call_guard<py::gil_scoped_release>(),
+      .def("join", &join, py::arg("rank"), py::arg("mailboxes"), py::arg("owner") = py::none(),
            "Exchange with other ranks through mailboxes at these addresses, in the order of ranks, each of "
-           "mailbox_bytes that are zero. Launches are counted anew. Raises ValueError if they are not as many as "
-           "the program's ranks.")
+           "mailbox_bytes that are zero. The executable keeps their owner, as do CUDA graphs that launch it. Launches "
+           "are counted anew. Raises ValueError if they are not as many as the program's ranks.")
       .def_property_readonly("is_torn", &CudaExecutable::is_torn,
                              "Whether MegakernelTimeout was raised for a launch of several ranks: all must join again.")
       .def_property_readonly("ranks", &CudaExecutable::ranks)
@@ -161,6 +175,9 @@ void bind_runtime(py::module_& m) {
   m.def("num_devices", &cu::num_devices, "CUDA devices of this process; 0 without a driver.");
   m.def("device_info", &cu::device_info, py::arg("ordinal"), "Raises LaunchError without a driver or such a device.");
   bind_executable(m);
+  m.def("synchronize_captured", &CudaExecutable::synchronize_captured, py::call_guard<py::gil_scoped_release>(),
+        "Wait for the launches of all executables that CUDA graphs keep or have kept, and free those that nothing "
+        "keeps any more. Returns how many are left. Raises MegakernelTimeout when a launch was aborted.");
 }
 
 }  // namespace mpk

@@ -11,6 +11,7 @@
 #include "../arch/arch.h"
 #include "stall_report.h"
 #include "torch_mpk/abi/table.h"
+#include "torch_mpk/runtime/kept_by_graphs.h"
 
 namespace mpk {
 namespace {
@@ -26,6 +27,17 @@ int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment *
 uint64_t base_of(const LaunchBlock& block, const MatrixMap& matrix) {
   return matrix.base == kWorkspaceIndex ? reinterpret_cast<uint64_t>(block.params.workspace)
                                         : block.pointers[matrix.base];
+}
+
+// The executables that were captured, some of which nobody has but graphs.
+struct CapturedExecutables {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<CudaExecutable>> all;
+};
+
+CapturedExecutables& captured_executables() {
+  static auto* executables = new CapturedExecutables;  // never freed: threads may end after static objects
+  return *executables;
 }
 
 }  // namespace
@@ -205,7 +217,20 @@ cu::DevicePtr CudaExecutable::memory_of_ranks(cu::Stream stream, uint64_t captur
   return only.memory;
 }
 
-void CudaExecutable::join(int rank, const std::vector<uint64_t>& mailboxes) {
+// Without this the graph would launch a kernel that is unloaded, with memory that is freed.
+void CudaExecutable::live_as_long_as(cu::Graph graph, uint64_t capture) {
+  if (kept_for_ == capture) return;
+  const cu::RelaxedCaptureGuard relaxed(driver_);
+  keep_for(driver_, graph, shared_from_this());
+  if (kept_for_ == 0) {
+    CapturedExecutables& captured = captured_executables();
+    const std::lock_guard lock(captured.mutex);
+    captured.all.push_back(weak_from_this());
+  }
+  kept_for_ = capture;
+}
+
+void CudaExecutable::join(int rank, const std::vector<uint64_t>& mailboxes, std::shared_ptr<void> owner) {
   check_process();
   const std::lock_guard lock(mutex_);
   if (static_cast<int>(mailboxes.size()) != ranks_ || rank < 0 || rank >= ranks_)
@@ -221,6 +246,7 @@ void CudaExecutable::join(int rank, const std::vector<uint64_t>& mailboxes) {
                   "cuMemsetD8Async");
   driver_.check(driver_.stream_synchronize(service_stream_), "cuStreamSynchronize");
   std::atomic_ref<uint32_t>(*host_abort_).store(0, std::memory_order_release);
+  owner_.swap(owner);  // what it was is dropped behind the lock, since that may wait for Python's
   rank_ = rank;
   is_torn_ = false;
 }
@@ -318,13 +344,15 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   check_process();
   check_pointers(block);
   check_stream(stream);
-  const std::lock_guard lock(mutex_);
   const cu::ContextGuard current(driver_, context_);
   int status = cu::kCaptureStatusNone;
   uint64_t capture = 0;
-  driver_.check(driver_.stream_get_capture_info(stream, &status, &capture, nullptr, nullptr, nullptr),
+  cu::Graph graph = nullptr;
+  driver_.check(driver_.stream_get_capture_info(stream, &status, &capture, &graph, nullptr, nullptr),
                 "cuStreamGetCaptureInfo");
   if (status == cu::kCaptureStatusNone) capture = 0;
+  if (!capture) drop_released();
+  const std::lock_guard lock(mutex_);
   if (aborted()) {
     if (capture)
       throw LaunchAborted(
@@ -349,6 +377,7 @@ void CudaExecutable::run(LaunchBlock& block, cu::Stream stream) {
   block.params.rank = static_cast<uint16_t>(rank_);
   block.params.ranks = static_cast<uint16_t>(mailboxes_ != 0 ? ranks_ : 1);
   block.params.mailboxes = reinterpret_cast<uint8_t* const*>(mailboxes_);
+  if (capture) live_as_long_as(graph, capture);
 
   cu::LaunchAttribute cooperative{};
   cooperative.id = cu::kLaunchAttributeCooperative;
@@ -394,6 +423,32 @@ void CudaExecutable::check() {
   if (!aborted()) return;
   const cu::ContextGuard current(driver_, context_);
   report_abort();
+}
+
+void CudaExecutable::synchronize() {
+  check_process();
+  {
+    const cu::ContextGuard current(driver_, context_);
+    driver_.check(driver_.ctx_synchronize(), "cuCtxSynchronize");
+  }
+  check();
+}
+
+size_t CudaExecutable::synchronize_captured() {
+  drop_released();
+  std::vector<std::shared_ptr<CudaExecutable>> executables;
+  {
+    CapturedExecutables& captured = captured_executables();
+    const std::lock_guard lock(captured.mutex);
+    std::erase_if(captured.all, [&](const std::weak_ptr<CudaExecutable>& each) {
+      std::shared_ptr<CudaExecutable> executable = each.lock();
+      const bool is_gone = !executable;
+      if (executable) executables.push_back(std::move(executable));
+      return is_gone;
+    });
+  }
+  for (const auto& executable : executables) executable->synchronize();
+  return executables.size();
 }
 
 // The kernel writes the flag while other threads of this process read it.

@@ -1,7 +1,9 @@
 """What a decode step promises on a GPU alone: one launch, capture, the watchdog, the same bits, every code path."""
 
+import gc
 import json
 import os
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -97,6 +99,42 @@ def test_a_captured_step_can_be_replayed():
                 assert_close(ours.step(step, token), eager.step(model, token))
     for actual, expected in zip(ours.state(), eager.state(), strict=True):
         assert_close(actual, expected)
+
+
+def test_a_captured_step_outlives_what_was_compiled():
+    torch.compiler.reset()
+    gc.collect()
+    num_captured, before = _C.synchronize_captured(), set(live_segments())
+    model = tiny_model(device=DEVICE)
+    step, prompt, token = compiled(model), random_ids(2, 5, DEVICE), random_ids(2, 1, DEVICE)
+    ours, eager = Decoding(model, prompt), Decoding(model, prompt)
+    with torch.inference_mode():
+        assert_close(ours.step(step, token), eager.step(model, token))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step(input_ids=token, past_key_values=ours.cache).logits[:, -1]
+        graph.replay()
+        assert_close(logits, eager.step(model, token))
+        del step
+        torch.compiler.reset()
+        gc.collect()
+        assert set(live_segments()) <= before, "the executable was to be dropped"
+        other = tiny_model("llama", device=DEVICE)
+        run_both(other, compiled(other))  # loads and allocates where something was freed
+        for _ in range(3):
+            token.copy_(random_ids(2, 1, DEVICE))
+            logits.fill_(torch.nan)
+            graph.replay()
+            assert_close(logits, eager.step(model, token))
+    torch_mpk.synchronize()
+    for actual, expected in zip(ours.state(), eager.state(), strict=True):
+        assert_close(actual, expected)
+    assert _C.synchronize_captured() == num_captured + 1
+    del graph
+    until = time.monotonic() + 10  # a thread of the driver's says that the graph is gone
+    while _C.synchronize_captured() > num_captured and time.monotonic() < until:
+        time.sleep(0.01)
+    assert _C.synchronize_captured() == num_captured
 
 
 def lose_signals(control):

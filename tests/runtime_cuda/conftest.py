@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.runtime_cuda import simulated_gpu
-from tests.runtime_cuda.fake_driver import Fake, build, state_of
+from tests.runtime_cuda.fake_driver import Fake, build, destroy_graphs, state_of
 from torch_mpk import _C
 from torch_mpk.runtime import cuda
 from torch_mpk.runtime.backend import BACKENDS
@@ -33,8 +33,10 @@ def fake(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setenv("TORCH_MPK_LIBCUDA", str(fake_library))
     state = state_of(fake_library)
     gc.collect()  # executables of earlier tests, which would free under this one's counters
+    _C.synchronize_captured()
     state.reset()
     yield state
+    destroy_graphs(fake_library)
     assert state.num_violations == 0
     assert state.context_depth == 0
 

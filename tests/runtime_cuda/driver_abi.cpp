@@ -66,6 +66,8 @@ static_assert(cu::kHostAllocDeviceMap == CU_MEMHOSTALLOC_DEVICEMAP);
 static_assert(cu::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(cu::kCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
 static_assert(cu::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
+static_assert(cu::kUserObjectNoDestructorSync == CU_USER_OBJECT_NO_DESTRUCTOR_SYNC);
+static_assert(cu::kGraphUserObjectMove == CU_GRAPH_USER_OBJECT_MOVE);
 static_assert(cu::kLaunchAttributeCooperative == CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
 static_assert(cu::kLaunchAttributeClusterDimension == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 static_assert(cu::kLaunchAttributeProgrammaticStreamSerialization ==

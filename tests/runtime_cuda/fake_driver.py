@@ -52,9 +52,14 @@ def build(folder: Path) -> Path:
     """Compiles the library, which TORCH_MPK_LIBCUDA may then name."""
     library = folder / "libfakecuda.so"
     source = Path(__file__).with_name("fake_libcuda.cpp")
-    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-O1", source, "-o", library], check=True)
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", "-O1", source, "-o", library], check=True)
     return library
 
 
 def state_of(library: Path) -> Fake:
     return Fake.in_dll(ctypes.CDLL(str(library)), "fake")
+
+
+def destroy_graphs(library: Path, capture: int = 0) -> None:
+    """What a capture has left, with all that was instantiated from it; by default what all captures have."""
+    ctypes.CDLL(str(library)).fake_destroy_graph(ctypes.c_uint64(capture))

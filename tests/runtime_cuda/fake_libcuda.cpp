@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
+#include <vector>
 
 namespace {
 
@@ -21,7 +23,8 @@ struct Fake {
   int foreign_context;  // whether another context of the device is current
   // Read by the test.
   int num_launches, num_allocations, num_live, num_context_pushes, context_depth;
-  int num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed
+  int num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed; or of a
+                       // user object's destructor
   unsigned grid[3], block[3], cluster[3], shared_bytes;
   int cooperative, programmatic, max_dynamic_shared, non_portable_cluster;
   uint64_t stream;
@@ -34,6 +37,26 @@ struct Context {
 } context, foreign;
 thread_local Context* current = nullptr;
 thread_local int capture_mode = 0;
+thread_local bool in_destructor = false;
+
+struct UserObject {
+  void* pointer;
+  void (*destroy)(void*);
+};
+struct Retained {
+  uint64_t graph;
+  UserObject* object;
+};
+std::vector<Retained> all_retained;
+
+// As the driver does, on a thread of its own.
+void destroy(UserObject* object) {
+  std::thread([object] {
+    in_destructor = true;
+    object->destroy(object->pointer);
+    delete object;
+  }).join();
+}
 
 }  // namespace
 
@@ -44,7 +67,7 @@ Fake fake = {};
 #define FAIL(name) \
   if (std::strcmp(fake.fail_call, #name) == 0) return fake.fail_result
 #define UNSAFE() \
-  if (fake.capturing_stream && capture_mode != 2) fake.num_violations++
+  if ((fake.capturing_stream && capture_mode != 2) || in_destructor) fake.num_violations++
 
 int cuInit(unsigned) {
   FAIL(cuInit);
@@ -200,11 +223,37 @@ int cuStreamSynchronize(void*) {
   UNSAFE();
   return 0;
 }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void*, const void**, size_t*) {
+// A graph's handle is the id of its capture.
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, const void**, size_t*) {
   const bool capturing = fake.capturing_stream && reinterpret_cast<uint64_t>(stream) == fake.capturing_stream;
   *status = capturing ? 1 : 0;
   *id = fake.capture_id;
+  if (graph) *graph = capturing ? reinterpret_cast<void*>(fake.capture_id) : nullptr;
   return 0;
+}
+int cuUserObjectCreate(UserObject** out, void* pointer, void (*destructor)(void*), unsigned count, unsigned flags) {
+  FAIL(cuUserObjectCreate);
+  if (count != 1 || flags != 1) return 1;
+  *out = new UserObject{pointer, destructor};
+  return 0;
+}
+int cuUserObjectRelease(UserObject* object, unsigned) {
+  destroy(object);
+  return 0;
+}
+int cuGraphRetainUserObject(void* graph, UserObject* object, unsigned count, unsigned flags) {
+  FAIL(cuGraphRetainUserObject);
+  if (!graph || count != 1 || flags != 1) return 1;
+  all_retained.push_back({reinterpret_cast<uint64_t>(graph), object});
+  return 0;
+}
+// Not the driver's: destroys what a capture has left; 0: what all have.
+void fake_destroy_graph(uint64_t capture) {
+  std::erase_if(all_retained, [&](const Retained& retained) {
+    const bool is_destroyed = !capture || retained.graph == capture;
+    if (is_destroyed) destroy(retained.object);
+    return is_destroyed;
+  });
 }
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   const int old = capture_mode;

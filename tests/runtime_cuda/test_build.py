@@ -1,5 +1,6 @@
 """From a device and a schedule to a loaded executable, up to the driver."""
 
+import gc
 import json
 import threading
 
@@ -7,14 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import torch_mpk
 from tests.runtime_cuda import simulated_gpu
+from tests.runtime_cuda.fake_driver import destroy_graphs
 from torch_mpk.builds import background
 from torch_mpk.builds.dump import Dump
 from torch_mpk.config import Options
 from torch_mpk.errors import MpkWarning, UnsupportedError
 from torch_mpk.plan import Plan
 from torch_mpk.runtime import cuda
-from torch_mpk.runtime.segment import compiling_ahead
+from torch_mpk.runtime.segment import compiling_ahead, live_segments
 from torch_mpk.runtime.watchdog import watchdog_seconds
 
 DEVICE = torch.device("cuda", 0)
@@ -101,6 +104,25 @@ def test_attention_that_has_no_kernel_runs_between_launches(simulated):
     with torch.inference_mode(), pytest.warns(MpkWarning, match="a part of this graph .* the head size must be"):
         compiled(*args)
     assert simulated.num_launches == 2
+
+
+def test_a_graph_keeps_what_was_compiled(simulated, fake_library, monkeypatch):
+    monkeypatch.setattr(simulated_gpu, "current_stream", lambda device: 64)
+    step, args = torch.compile(F.linear, backend="mpk", options={"fallback": "error"}), (torch.randn(1, 64),) * 2
+    with torch.inference_mode():
+        step(*args)
+        simulated.capturing_stream, simulated.capture_id = 64, 5
+        step(*args)
+    simulated.capturing_stream = 0
+    del step
+    torch.compiler.reset()
+    gc.collect()
+    torch_mpk.synchronize()
+    assert not live_segments()
+    assert simulated.num_live > 0
+    destroy_graphs(fake_library, 5)
+    torch_mpk.synchronize()
+    assert simulated.num_live == 0
 
 
 def test_kernels_built_ahead_are_compiled_beside_each_other_and_loaded_at_a_call(simulated, monkeypatch):

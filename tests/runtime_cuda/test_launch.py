@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from tests.runtime_cuda.fake_driver import destroy_graphs
 from torch_mpk import _C
 from torch_mpk.errors import LaunchError, MegakernelTimeout
 
@@ -129,6 +130,56 @@ def test_a_capture_allocates_nothing_and_keeps_its_memory(fake, make_executable)
     fake.capturing_stream = 0
     executable.run(INPUTS, OUTPUTS, [0], STREAM)
     assert Launch(fake).control == direct
+
+
+@pytest.mark.parametrize("released_by", ["a call", "synchronize"])
+def test_graphs_keep_the_executable_that_they_launch(fake, fake_library, make_executable, released_by):
+    executable, other = make_executable(maps=MATRICES), make_executable()
+    num_captured = _C.synchronize_captured()
+    for capture in (5, 6, 5):
+        fake.capturing_stream, fake.capture_id = STREAM, capture
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.capturing_stream = 0
+    launch = Launch(fake)
+    del executable
+    gc.collect()
+    destroy_graphs(fake_library, 6)
+    assert _C.synchronize_captured() == num_captured + 1
+    assert ctypes.string_at(launch.table, 15) == b"read-only table"
+    assert map_fields(launch)[0][0] == INPUTS[1] + 32
+    poke(launch.host_abort, 1)  # as a replay does that is aborted
+    with pytest.raises(MegakernelTimeout, match="made no progress"):
+        _C.synchronize_captured()
+    num_live = fake.num_live
+    destroy_graphs(fake_library, 5)
+    assert fake.num_live == num_live, "the driver's own thread has freed memory"
+    fake.capturing_stream, fake.capture_id = STREAM, 7
+    other.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_live == num_live, "memory was freed within a capture"
+    fake.capturing_stream = 0
+    if released_by == "a call":
+        other.run(INPUTS, OUTPUTS, [0], STREAM)
+        assert fake.num_live < num_live
+    assert _C.synchronize_captured() == num_captured + 1
+    del other
+    destroy_graphs(fake_library)
+    assert _C.synchronize_captured() == num_captured
+    assert fake.num_live == 0
+
+
+@pytest.mark.parametrize("call", [b"cuUserObjectCreate", b"cuGraphRetainUserObject"])
+def test_a_launch_that_its_graph_cannot_keep_is_refused(fake, make_executable, call):
+    executable = make_executable()
+    fake.capturing_stream, fake.capture_id = STREAM, 5
+    fake.fail_call, fake.fail_result = call, 1
+    with pytest.raises(LaunchError, match=f"{call.decode()} failed"):
+        executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    assert fake.num_launches == 0
+    fake.capturing_stream, fake.fail_call = 0, b""
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    del executable
+    _C.synchronize_captured()
+    assert fake.num_live == 0
 
 
 MATRICES = [(1, 32, 500, 1024, 4096, 8, 512, 0), (0, 0, 16, 64, 128, 16, 256, 0), (0, 64, 90, 320, 640, 16, 80, 1)]

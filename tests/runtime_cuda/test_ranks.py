@@ -1,10 +1,13 @@
 """CudaExecutable of several ranks against a driver without a device."""
 
 import ctypes
+import weakref
 
 import pytest
 
+from tests.runtime_cuda.fake_driver import destroy_graphs
 from tests.runtime_cuda.test_launch import INPUTS, OUTPUTS, STREAM, Launch, abort
+from torch_mpk import _C
 from torch_mpk.errors import LaunchError, MegakernelTimeout
 
 MAILBOXES = [1 << 32, 2 << 32, 3 << 32]
@@ -26,6 +29,30 @@ def test_a_launch_has_the_rank_and_where_mailboxes_are(fake, executable):
     launch = Launch(fake)
     assert (launch.rank, launch.ranks) == (1, 3)
     assert list((ctypes.c_uint64 * 3).from_address(launch.mailboxes)) == MAILBOXES
+
+
+def test_graphs_keep_the_mailboxes(fake, fake_library, make_executable):
+    class Owner:
+        pass
+
+    executable, first, owner = make_executable(ranks=3, group="0", mailbox_bytes=4096), Owner(), Owner()
+    kept = weakref.ref(first), weakref.ref(owner)
+    executable.join(1, MAILBOXES, first)
+    del first
+    assert kept[0]() is not None
+    executable.join(1, MAILBOXES, owner)
+    assert kept[0]() is None
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.capturing_stream, fake.capture_id = STREAM, 5
+    executable.run(INPUTS, OUTPUTS, [0], STREAM)
+    fake.capturing_stream = 0
+    del executable, owner
+    _C.synchronize_captured()
+    assert kept[1]() is not None
+    destroy_graphs(fake_library, 5)
+    _C.synchronize_captured()
+    assert kept[1]() is None
+    assert fake.num_live == 0
 
 
 def test_all_streams_and_graphs_share_one_count(fake, executable):

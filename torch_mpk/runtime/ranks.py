@@ -94,7 +94,7 @@ class RankedExecutable:
             torch.cuda.synchronize(self._device)
         team.gather("begin to count launches")
         if self._device.type == "cuda":
-            self._executable.join(team.rank, self._addresses)
+            self._executable.join(team.rank, self._addresses, (self._mailbox, self._kept))
         else:
             self._executable.join(team.rank, self._addresses, int(1e9 * self._seconds))
 

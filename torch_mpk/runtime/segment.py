@@ -270,13 +270,15 @@ def launched_segments() -> Iterator[set[CompiledSegment]]:
 
 
 def synchronize() -> None:
-    """Waits for every launch of every model, and raises the error of one that was aborted.
+    """Waits for every launch of every model, and raises the error of one that was aborted. CUDA graphs' launches are
+    among them, also of models that were dropped; what nothing but a destroyed graph has kept is freed.
 
     Raises:
         MegakernelTimeout: a launch was aborted by its watchdog; its outputs are NaN and its counters did not advance.
     """
     for segment in live_segments():
         segment.synchronize()
+    _C.synchronize_captured()  # by graphs that have outlived what was captured
 
 
 def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

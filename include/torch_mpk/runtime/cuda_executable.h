@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -30,8 +31,9 @@ struct LaunchBlock {
 
 // Launches are asynchronous, from any thread, on any stream of the device. Each stream has a workspace and a control
 // block of its own. So has each stream of each graph capture, because a captured launch may run beside any other. A
-// destroyed stream must have finished its work before another gets its handle.
-class CudaExecutable {
+// destroyed stream must have finished its work before another gets its handle. Graphs that launch it share in it, and
+// it must be a shared_ptr's.
+class CudaExecutable : public std::enable_shared_from_this<CudaExecutable> {
  public:
   // Loads `image` (a cubin, or PTX text) and allocates everything a launch needs. `watchdog_ns` 0: wait forever.
   // Throws cu::Error when there is no driver, when the image does not load, or when the workers do not all fit on the
@@ -52,8 +54,9 @@ class CudaExecutable {
   const std::string& exchange_key() const { return exchange_key_; }
   int64_t mailbox_bytes() const { return mailbox_bytes_; }
   // From now on, launches exchange through these mailboxes, and are counted anew. No rank may have a launch in flight.
-  // Throws std::invalid_argument if the mailboxes are not as many as the program's ranks.
-  void join(int rank, const std::vector<uint64_t>& mailboxes);
+  // `owner`: what the mailboxes live as long as; this executable keeps it. Throws std::invalid_argument if the
+  // mailboxes are not as many as the program's ranks.
+  void join(int rank, const std::vector<uint64_t>& mailboxes, std::shared_ptr<void> owner);
   // Whether an abort was reported since, so that ranks must join again.
   bool is_torn() const { return is_torn_; }
 
@@ -72,6 +75,10 @@ class CudaExecutable {
 
   // Throws LaunchAborted when a launch was aborted since the last call. Does not wait for launches in flight.
   void check();
+
+  // Waits for the launches of all executables that are in a graph, and of those that were; frees what graphs kept that
+  // are gone. Throws as `check` does. Returns how many such executables there still are.
+  static size_t synchronize_captured();
 
   std::atomic<uint32_t> jitter{0};  // see LaunchParams
 
@@ -104,6 +111,8 @@ class CudaExecutable {
   cu::DevicePtr allocate();
   cu::DevicePtr memory_of(cu::Stream stream, uint64_t capture);
   cu::DevicePtr memory_of_ranks(cu::Stream stream, uint64_t capture);
+  void live_as_long_as(cu::Graph graph, uint64_t capture);
+  void synchronize();
   void make_room();
   void collect();
   cu::DevicePtr maps_of(const LaunchBlock& block, bool captured);
@@ -134,6 +143,7 @@ class CudaExecutable {
   cu::Stream service_stream_ = nullptr;  // for the host's own copies
   cu::DevicePtr table_ = 0;
   cu::DevicePtr mailboxes_ = 0;  // the mailboxes' addresses, once joined
+  std::shared_ptr<void> owner_;  // of the mailboxes
   std::atomic<bool> is_torn_{false};
   int rank_ = 0;
   uint32_t* host_abort_ = nullptr;
@@ -142,6 +152,7 @@ class CudaExecutable {
   std::vector<Lane> lanes_;
   std::vector<Maps> maps_;
   uint64_t num_runs_ = 0;
+  uint64_t kept_for_ = 0;  // id of the latest capture whose graph keeps this executable
   bool recording_ = false;
   int num_uncollected_ = 0;  // launches recorded, but not read yet
   std::vector<LaunchTimes> recorded_;

@@ -18,6 +18,7 @@ using Function = struct FunctionHandle*;
 using Stream = struct StreamHandle*;
 using Graph = struct GraphHandle*;
 using GraphNode = struct GraphNodeHandle*;
+using UserObject = struct UserObjectHandle*;
 
 inline constexpr Result kErrorOutOfMemory = 2;
 inline constexpr Result kErrorNotInitialized = 3;
@@ -39,6 +40,8 @@ inline constexpr unsigned kHostAllocDeviceMap = 2;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr int kCaptureStatusNone = 0;
 inline constexpr int kCaptureModeRelaxed = 2;
+inline constexpr unsigned kUserObjectNoDestructorSync = 1;
+inline constexpr unsigned kGraphUserObjectMove = 1;
 inline constexpr int kLaunchAttributeCooperative = 2;
 inline constexpr int kLaunchAttributeClusterDimension = 4;
 inline constexpr int kLaunchAttributeProgrammaticStreamSerialization = 6;
@@ -106,6 +109,9 @@ struct LaunchConfig {
   X(stream_synchronize, cuStreamSynchronize, (Stream))                                                                 \
   X(stream_get_capture_info, cuStreamGetCaptureInfo_v2, (Stream, int*, uint64_t*, Graph*, const GraphNode**, size_t*)) \
   X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int*))                                                  \
+  X(user_object_create, cuUserObjectCreate, (UserObject*, void*, void (*)(void*), unsigned, unsigned))                 \
+  X(user_object_release, cuUserObjectRelease, (UserObject, unsigned))                                                  \
+  X(graph_retain_user_object, cuGraphRetainUserObject, (Graph, UserObject, unsigned, unsigned))                        \
   X(launch_kernel_ex, cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))                               \
   X(tensor_map_encode, cuTensorMapEncodeTiled,                                                                         \
     (TensorMap*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*, const unsigned*, int, int,   \
