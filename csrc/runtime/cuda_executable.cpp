@@ -473,7 +473,7 @@ void CudaExecutable::report_abort() {
     lane.collected = 0;
     std::vector<StallRecord> stalls(num_workers_);
     std::memcpy(stalls.data(), bytes.data() + stalls_offset_, num_workers_ * sizeof(StallRecord));
-    text += describe_stalls(std::move(stalls), phase_names_);
+    text += describe_stalls(stalls, phase_names_);
     if (ranks_ > 1) continue;
     driver_.check(driver_.memset_d8_async(lane.memory, 0, round_up(control_bytes_) + workspace_bytes_, service_stream_),
                   "cuMemsetD8Async");

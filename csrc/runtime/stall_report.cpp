@@ -14,7 +14,7 @@ std::string phase_name(uint32_t phase, const std::vector<std::string>& names) {
   return phase < names.size() ? std::to_string(phase) + " " + names[phase] : std::to_string(phase) + " (no such phase)";
 }
 
-std::string what(const StallRecord& stall, const std::vector<std::string>& names) {
+std::string what(const Stall& stall, const std::vector<std::string>& names) {
   switch (stall.waiting) {
     case Waiting::kEvent:
       return "event of phase " + phase_name(stall.event, names);
@@ -34,20 +34,21 @@ std::string what(const StallRecord& stall, const std::vector<std::string>& names
   return "unknown (" + std::to_string(static_cast<uint32_t>(stall.waiting)) + ")";
 }
 
-std::string awaited(const StallRecord& stall, const std::vector<std::string>& names) {
-  if (stall.expert == 0) return what(stall, names);
-  return what(stall, names) + ", for tile " + std::to_string(stall.tile) + " of expert " +
-         std::to_string(stall.expert - 1);
+std::string awaited(const StallRecord& record, const std::vector<std::string>& names) {
+  const std::string awaited = what(record.stall, names);
+  if (record.expert == 0) return awaited;
+  return awaited + ", for tile " + std::to_string(record.tile) + " of expert " + std::to_string(record.expert - 1);
 }
 
-Row describe(size_t first, size_t last, const StallRecord& stall, const std::vector<std::string>& names) {
+Row describe(size_t first, size_t last, const StallRecord& record, const std::vector<std::string>& names) {
   const std::string workers =
       first == last ? std::to_string(first) : std::to_string(first) + "-" + std::to_string(last);
-  if (stall.writer == 0) return {workers, "-", "-", "nothing: left when it saw the abort", "-", "-", "-"};
+  if (record.written == 0) return {workers, "-", "-", "nothing: left when it saw the abort", "-", "-", "-"};
+  const Stall& stall = record.stall;
   return {workers,
           phase_name(stall.phase, names),
           stall.role == WarpRole::kConsumer ? "consumer" : "loader",
-          awaited(stall, names),
+          awaited(record, names),
           std::to_string(stall.seen),
           std::to_string(stall.expected),
           std::to_string(stall.entry)};
@@ -55,8 +56,7 @@ Row describe(size_t first, size_t last, const StallRecord& stall, const std::vec
 
 }  // namespace
 
-std::string describe_stalls(std::vector<StallRecord> stalls, const std::vector<std::string>& phase_names) {
-  for (StallRecord& stall : stalls) stall.writer = std::min(stall.writer, 1u);  // any warp may be the first to notice
+std::string describe_stalls(const std::vector<StallRecord>& stalls, const std::vector<std::string>& phase_names) {
   std::vector<Row> rows = {{"workers", "in phase", "role", "waits for", "seen", "expected", "entry"}};
   for (size_t first = 0; first < stalls.size();) {
     size_t last = first;

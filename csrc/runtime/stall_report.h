@@ -9,6 +9,6 @@
 namespace mpk {
 
 // A table with one line for each run of workers that wait in the same place. `stalls` has one record for each worker.
-std::string describe_stalls(std::vector<StallRecord> stalls, const std::vector<std::string>& phase_names);
+std::string describe_stalls(const std::vector<StallRecord>& stalls, const std::vector<std::string>& phase_names);
 
 }  // namespace mpk

@@ -248,9 +248,9 @@ def test_an_aborted_launch_is_reported_once_by_the_next_call(fake, make_executab
         fake,
         {
             0: (1, 2, 0, 0, 1, 3, 4, 17),
-            1: (3, 2, 0, 0, 1, 3, 4, 17),  # another warp was the first to notice
-            2: (9, 1, 1, 2, 6, 8, 9, 5),
-            3: (2, 1, 0, 1, 6, 0, 0, 21, 18, 3),
+            1: (1, 2, 0, 0, 1, 3, 4, 17),
+            2: (1, 1, 1, 2, 6, 8, 9, 5),
+            3: (1, 1, 0, 1, 6, 0, 0, 21, 18, 3),
         },
     )
     with pytest.raises(MegakernelTimeout, match="mpk_kernel on Fake GPU made no progress for 2 s") as info:

@@ -34,16 +34,21 @@ enum class Waiting : uint32_t {
   kRank,     // a word of another rank; `event` is its number
 };
 
-// Written by a CTA whose wait aborts. The host reads it after an aborted launch.
-struct StallRecord {
-  uint32_t writer;  // the number of the warp that wrote it, counted from 1; 0: none did
-  uint32_t phase;   // the phase the warp was in
+// What a warp waited for when it aborted.
+struct Stall {
+  uint32_t phase;  // the phase the warp was in
   WarpRole role;
   Waiting waiting;
   uint32_t event;  // the awaited event's phase, or a ring slot, or the phase it polled in
   uint32_t seen;
   uint32_t expected;
-  uint32_t entry;   // ring entry or tile the warp had reached
+  uint32_t entry;  // ring entry or tile the warp had reached
+};
+
+// Written by the first warp of a CTA whose wait aborts. The host reads it after an aborted launch, and zeroes it.
+struct StallRecord {
+  uint32_t written;  // 1: a warp has written it, or is about to
+  Stall stall;
   uint32_t expert;  // whose product the warp had begun, counted from 1; 0: no expert's
   uint32_t tile;    // of that expert's
 };
@@ -103,7 +108,7 @@ constexpr int64_t launch_stamps_bytes(int64_t num_workers, int64_t num_phases) {
 }
 
 static_assert(sizeof(Control) == 16 && sizeof(Control) <= kEventsOffset && MPK_STANDS_AT(Control, aborted, 8));
-static_assert(sizeof(StallRecord) == 40 && MPK_STANDS_AT(StallRecord, waiting, 12));
+static_assert(sizeof(StallRecord) == 40 && MPK_STANDS_AT(StallRecord, stall.waiting, 12));
 static_assert(alignof(StallRecord) == 4 && sizeof(WorkerStamps) == 32 && alignof(WorkerStamps) == 8);
 static_assert(sizeof(PhaseStamps) == 20 && sizeof(LoaderStamps) == 24 && alignof(LoaderStamps) == 4);
 

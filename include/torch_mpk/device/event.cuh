@@ -17,9 +17,9 @@ struct Watchdog {
 };
 
 // Describes what the warp waited for.
-MPK_DEVICE StallRecord stall(uint32_t phase, WarpRole role, Waiting waiting, uint32_t event, uint32_t seen,
-                             uint32_t expected, uint32_t entry) {
-  return {0, phase, role, waiting, event, seen, expected, entry, 0, 0};
+MPK_DEVICE Stall stall(uint32_t phase, WarpRole role, Waiting waiting, uint32_t event, uint32_t seen, uint32_t expected,
+                       uint32_t entry) {
+  return {phase, role, waiting, event, seen, expected, entry};
 }
 
 // Whether the launch must be aborted. `since`: when the wait was first seen, or 0.
@@ -31,19 +31,19 @@ MPK_DEVICE bool is_over(const Watchdog& dog, uint64_t& since) {
   return late || ptx::load_relaxed_gpu(&dog.control->aborted) != 0;
 }
 
-// Aborts the launch, and records what this CTA was waiting for.
-MPK_OUT_OF_LINE void do_abort(const Watchdog& dog, StallRecord now) {
+// Aborts the launch, and records what this CTA was waiting for. Kernels of warpgroups have a copy of this behind every
+// wait, so it stores no more of the record than it must: the host zeroes what it has read.
+MPK_OUT_OF_LINE void do_abort(const Watchdog& dog, Stall now) {
   // The CTA's first warp to notice records it. A loader without a free slot only shows that consumers wait for
   // something else.
-  now.writer = ptx::thread_index() / 32 + 1;
-  if (now.waiting != Waiting::kFreeSlot && atomicCAS(&dog.stall->writer, 0u, now.writer) == 0) *dog.stall = now;
+  if (now.waiting != Waiting::kFreeSlot && atomicExch(&dog.stall->written, 1u) == 0) dog.stall->stall = now;
   __threadfence();
   atomicExch(&dog.control->aborted, 1u);
 }
 
 // Waits call it every few thousand polls. Returns 0 when the launch was aborted, else the time to pass to the next
 // call. Out of line, so that polling loops are short.
-MPK_OUT_OF_LINE uint64_t keep_waiting(const Watchdog& dog, StallRecord now, uint64_t since) {
+MPK_OUT_OF_LINE uint64_t keep_waiting(const Watchdog& dog, Stall now, uint64_t since) {
   if (!is_over(dog, since)) return since;
   do_abort(dog, now);
   return 0;

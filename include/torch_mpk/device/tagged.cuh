@@ -28,7 +28,7 @@ MPK_DEVICE uint32_t differing(const ulonglong2& words, uint32_t tag) {
 MPK_DEVICE float float_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
 
 // The report of a wait for polled words, and keep_waiting for it.
-MPK_DEVICE StallRecord polling(uint32_t phase) {
+MPK_DEVICE Stall polling(uint32_t phase) {
   return stall(phase, WarpRole::kConsumer, Waiting::kElement, phase, 0, 0, 0);
 }
 MPK_DEVICE uint64_t keep_polling(const Watchdog& dog, uint32_t phase, uint64_t since) {

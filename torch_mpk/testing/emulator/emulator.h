@@ -136,9 +136,6 @@ inline unsigned atomicMax(unsigned* p, unsigned v) {
 inline unsigned atomicMin(unsigned* p, unsigned v) {
   return atomic_update(p, [&](unsigned old) { return old < v ? old : v; });
 }
-inline unsigned atomicCAS(unsigned* p, unsigned compared, unsigned v) {
-  return atomic_update(p, [&](unsigned old) { return old == compared ? v : old; });
-}
 inline unsigned atomicExch(unsigned* p, unsigned v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
 template <class T>
 T __ldg(const T* p) {

@@ -29,7 +29,7 @@ __device__ __noinline__ ulonglong2 wait_words(const Watchdog& dog, const ulonglo
   ulonglong2 words = ptx::load_relaxed_sys(p);
   for (uint32_t i = 1; differing(words, tag) != 0; words = ptx::load_relaxed_sys(p), i++) {
     if ((i & 4095) != 0) continue;
-    const StallRecord now = stall(phase, WarpRole::kConsumer, Waiting::kRank, from, 0, 0, 0);
+    const Stall now = stall(phase, WarpRole::kConsumer, Waiting::kRank, from, 0, 0, 0);
     bool is_lost = false;
     for (uint32_t r = 0; r < ranks; r++) is_lost |= ptx::load_relaxed_sys(aborted + r) == kRankAborted;
     if (is_lost) do_abort(dog, now);

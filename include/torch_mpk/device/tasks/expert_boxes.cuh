@@ -111,15 +111,17 @@ MPK_DEVICE RowFragment read_box(const uint8_t* slot, int step, int lane) {
   return {*reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + kLowerRows<V>)};
 }
 
-// Has the report of a stall name the tile whose box this warp has waited for in vain. Only the launch knows it.
+// Has the report of a stall name the tile whose box this warp has waited for in vain, if it is the entry's. Only the
+// launch knows it.
 template <class V, class C>
-MPK_DEVICE void report_tile(const C& c, const Pairs<V>& pairs, uint32_t row) {
-  StallRecord* stall = c.shared.watchdog.stall;
+MPK_DEVICE void report_tile(const C& c, const Pairs<V>& pairs, uint32_t row, uint32_t entry) {
+  StallRecord& record = *c.shared.watchdog.stall;
   __syncwarp();  // any lane may have written it
-  const uint32_t thread = ptx::thread_index();
-  if (thread % 32 != 0 || stall->writer != thread / 32 + 1) return;
-  stall->expert = pairs.expert + 1;
-  stall->tile = row / kTileSize<V>;
+  const Stall& stall = record.stall;
+  const bool is_of_entry = stall.waiting == Waiting::kFullSlot || stall.waiting == Waiting::kLoader;
+  if (c.lane != 0 || !is_of_entry || stall.entry != entry) return;
+  record.expert = pairs.expert + 1;
+  record.tile = row / kTileSize<V>;
 }
 
 // Multiplies a tile with all pairs. Its boxes stand `stride` entries apart, from `entry` on. False when the launch was
@@ -129,7 +131,10 @@ MPK_DEVICE bool multiply_boxes(C& c, const Job& job, Pairs<V>& pairs, uint32_t r
   TileSums<V> sums(job, pairs, c.lane);
 #pragma unroll 1
   for (uint32_t box = 0; box < kBoxesOfTile<V>; box++, entry += stride) {
-    if (!c.ring.wait(entry, c.phase)) return false;
+    if (!c.ring.wait(entry, c.phase)) {
+      report_tile(c, pairs, row, entry);
+      return false;
+    }
     const uint8_t* slot = c.ring.slot(entry);
 #pragma unroll kGroups < V>> 4 ? 4 : kBoxSteps
     for (int s = 0; s < kBoxSteps; s++) {
@@ -154,7 +159,6 @@ MPK_DEVICE void compute_boxes(C& c, const Job& job) {
         const Turns<V> turns{num_tiles};
         const uint32_t entry = c.entry + turns.entry_of(tile, 0), stride = turns.tiles_of(tile / turns.kWarps);
         c.failed = !multiply_boxes<V>(c, job, pairs, row, entry, stride);
-        if (c.failed) report_tile(c, pairs, row);
         return !c.failed;
       });
   c.entry += num_tiles * kBoxesOfTile<V>;

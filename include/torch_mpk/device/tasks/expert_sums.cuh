@@ -40,10 +40,7 @@ MPK_DEVICE bool multiply_chosen(C& c, const Job& job, const Chosen<V>& chosen, P
   for (uint32_t number = c.warp; number < chosen.count; number += kConsumerWarps) {
     pairs.find(job, chosen[number], c.lane);
     const uint32_t stride = turns.tiles_of(number / turns.kWarps);
-    if (!multiply_boxes<V>(c, job, pairs, tile * kTileRows, entry + turns.entry_of(number, 0), stride)) {
-      report_tile(c, pairs, tile * kTileRows);
-      return false;
-    }
+    if (!multiply_boxes<V>(c, job, pairs, tile * kTileRows, entry + turns.entry_of(number, 0), stride)) return false;
   }
   return true;
 }
