@@ -334,9 +334,10 @@ struct Rows {
   // Adds a tile, some positions at a time. They need no check if all rows see all of them.
   MPK_DEVICE void attend(const uint8_t* entry, uint32_t tile) {
     uint32_t begin = tile * V::kKeys;
-    const uint8_t* values = entry + KeyTile::kBytes;
 #pragma unroll 1
     for (int part = 0; part < V::kKeys / S::kAtOnce && begin < most; part++) {
+      // Where keys and values have one pitch, this takes no register.
+      const uint8_t* values = entry + KeyTile::kBytes + part * S::kAtOnce * (ValueTile::kPitch - KeyTile::kPitch);
       if (is_before_window(begin + S::kAtOnce - 1, least)) {
       } else if (V::kHasMask || begin + S::kAtOnce > least || is_before_window(begin, most)) {
         attend_part<true>(entry, values, begin);
@@ -345,7 +346,6 @@ struct Rows {
       }
       begin += S::kAtOnce;
       entry += S::kAtOnce * KeyTile::kPitch;
-      values += S::kAtOnce * ValueTile::kPitch;
     }
   }
 
