@@ -36,13 +36,16 @@ def graph_of(model: Callable[..., Any], call: Callable[[Any], object], bucket: i
     return graph
 
 
-def graph_of_a_prompt(name: str, batch: int, length: int, is_bucket: bool = False) -> _C.TBGraph:
-    """Of a prompt of ``length``, or of any in a bucket of it, for an empty cache, by a model of ``CONFIGS`` with one
-    layer. It takes no memory for weights."""
+def graph_of_a_prompt(
+    name: str, batch: int, length: int, is_bucket: bool = False, positions: int | None = None
+) -> _C.TBGraph:
+    """Of a prompt of ``length``, or of any in a bucket of it, for an empty cache of twice as many positions or of
+    ``positions``, by a model of ``CONFIGS`` with one layer. A prompt of one token is a decode step. It takes no memory
+    for weights."""
     config = CONFIGS[name]()
     keep_layers(config, 1)
     model = random_model(config, "meta")
-    cache = StaticCache(config=config, max_cache_len=2 * length)
+    cache = StaticCache(config=config, max_cache_len=positions or 2 * length)
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
     ids = torch.zeros(batch, length, dtype=torch.int64, device="meta")
     if is_bucket:

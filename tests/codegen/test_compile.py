@@ -94,6 +94,14 @@ def test_a_prompt_keeps_next_to_nothing_in_local_memory(name: str, batch: int, l
     assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= PROMPT_BYTES
 
 
+@pytest.mark.slow
+def test_a_step_of_many_rows_keeps_next_to_nothing_in_local_memory() -> None:
+    """Its linears take the most registers, beside calls for angles, norms and waits."""
+    resources = compiled(graph_of_a_prompt("qwen3-8b", 64, 1, positions=1024), 90)
+    assert resources.stack_bytes <= COSINE_BYTES + 16  # three words that a thread knows of the launch
+    assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= 16
+
+
 @pytest.mark.parametrize("arch", thinned([90, 80]))
 def test_what_draws_tokens_takes_no_other_jobs_registers(arch: int) -> None:
     """A consumer that its tasks got a reference to would stand in memory for the whole launch, some 160 bytes of it."""
