@@ -492,7 +492,7 @@ def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kerne
 
 
 # Bytes of what a launch keeps from phase to phase that are in local memory during a phase: no loop reads them.
-KEPT = {("int4", 16): 20, ("int4", 64): 60, ("int8", 64): 12}
+KEPT = {("fp8", 24): 8, ("int4", 16): 20, ("int4", 64): 60, ("int8", 64): 12}
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_compiles_without_spills(weights: str, batch: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 3, 4, 5])
 def test_lines_in_a_small_ring(slots: int) -> None:
-    """A warpgroup that multiplied a line ahead would wait for one that has no slot."""
+    """Warpgroups that took two lines at a time would wait for slots that others hold."""
     [(rows, k, dtype, sizes)] = [each for each in LINES if each[0] == 12]
     products = Products([call(rows, k=k, dtype=dtype, **each) for each in sizes])
     given = in_place(products.operands())

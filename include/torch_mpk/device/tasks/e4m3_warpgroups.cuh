@@ -2,9 +2,8 @@
 // which is quantised already, from its boxes.
 //
 // They add e4m3 products up with fewer bits than fp32 has, and scales change from one 128 columns, a line, to the next.
-// So a line's sums go to other registers, times the scales of its columns. A warpgroup takes two lines at a time, of
-// two boxes or of one, and adds the first one's sums while the second one is multiplied: what it does beside products,
-// one thing after the other, took three quarters of its time.
+// So a line's sums go to other registers, times the scales of its columns. With up to 32 rows of x a warpgroup takes
+// two lines at a time, of two boxes or of one, and adds the first one's sums while the second one is multiplied.
 #pragma once
 
 #include "torch_mpk/device/quantized.cuh"

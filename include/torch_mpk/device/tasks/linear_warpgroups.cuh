@@ -38,17 +38,18 @@ struct OwnLines {
   MPK_DEVICE uint32_t first(uint32_t stage) const {
     return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
   }
-  // Whether its lines of a stage can be taken two at a time: those of two boxes, or of one.
+  // Whether its lines of a stage can be taken two at a time: those of two boxes, or of one. With more rows of x there
+  // are too few registers: 64 rows took 8.0 ms instead of 7.5 (docs/experiments.md).
   template <int held>
   static constexpr bool are_pairs() {
-    return held == 2 || (held == 1 && S::kChunksOfStage % (2 * kStep) == 0);
+    return V::kXRows <= 32 && (held == 2 || (held == 1 && S::kChunksOfStage % (2 * kStep) == 0));
   }
 
   // Calls `take` with the next `count` lines, which are there, and the place of their stage; and `load` with each box
-  // and line that come next, and which of them it is, before the first and in each turn. When `take` returns, no
-  // products but its own are in flight. `sums` are those to which products in flight are added. A warp whose wait
-  // aborts goes on with whatever stands in the ring, since the other warps of its warpgroup cannot multiply without it.
-  // `held`: the boxes that a warpgroup has, or one for one that has none; 0 where that is not known.
+  // and line that come next, and which of them it is, before the first and in each turn. `sums` are those to which
+  // products in flight are added. A warp whose wait aborts goes on with whatever stands in the ring, since the other
+  // warps of its warpgroup cannot multiply without it. `held`: the boxes that a warpgroup has, or one for one that has
+  // none; 0 where that is not known.
   template <int held, int count, class C, int arrays, class Load, class Take>
   MPK_DEVICE void each(C& c, WarpgroupSums<V::kXRows> (&sums)[arrays], const uint8_t* stages, Load load,
                        Take take) const {
@@ -57,22 +58,12 @@ struct OwnLines {
     constexpr int kAdvance = kStep * (count / kBoxes);
 #pragma unroll
     for (int j = 0; j < count; j++) load(box(kBoxes > 1 ? j : 0), (kTakesTurns ? group : 0) + j / kBoxes * kStep, j);
-    uint32_t read = ~0u;  // the stage that products in flight may read
-    const auto release = [&] {
-      if (read != ~0u) c.stages().release(StageState<V>(c.stage + read).barrier(), c.lane);
-      read = ~0u;
-    };
 #pragma unroll 1
     for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
       const StageState<V> stage(c.stage + turn);
-      if (read != ~0u && turn - read >= S::kStagesHeld) {  // this stage takes its place
-        ptx::await_products<0>();
-        release();
-      }
       if (!c.failed) c.failed = !stage.await(c);
       c.stamp_first(&PhaseStamps::staged);
       const uint32_t x = warp_uniform(stage.offset());
-      bool is_read = false;
 #pragma unroll 1
       for (uint32_t i = first(turn); i < S::kChunksOfStage; i += kAdvance) {
 #pragma unroll
@@ -101,17 +92,11 @@ struct OwnLines {
               load(is_last ? box(kBoxes > 1 ? j : 0) : box(h + kBoxes + j), lines[j].chunk + (is_last ? kAdvance : 0),
                    j);
           });
-          release();
-          is_read = true;
         }
       }
-      if (is_read)
-        read = turn;
-      else
-        c.stages().release(stage.barrier(), c.lane);
+      ptx::await_products<0>();
+      c.stages().release(stage.barrier(), c.lane);
     }
-    ptx::await_products<0>();
-    release();
 #pragma unroll
     for (auto& each : sums) ptx::await_sums(each);
   }
