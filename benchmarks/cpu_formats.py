@@ -1,4 +1,4 @@
-"""Times the linears of Qwen3-0.6B on the CPU in each format of weights, beside a plain read.
+"""Times the linears of Qwen3-0.6B on the CPU in each format of weights, beside a plain read of the same bytes.
 
     python benchmarks/cpu_formats.py [--formats gptq awq ...] [--rows 1 8] [--threads 1 2] [--layers 28]
 
@@ -21,7 +21,6 @@ from torch_mpk import _C
 from torch_mpk.tasks.quantized_linear import E4M3, quantized_linear
 
 SIZES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]  # K and N of qkv, o, gate and up, down
-READ_BYTES = 256 << 20
 Operands = dict[str, Tensor | None]
 Made = tuple[Operands, dict[str, int]]
 
@@ -96,10 +95,10 @@ FORMATS: dict[str, tuple[Callable[[int, int], Made], torch.dtype]] = {
 }
 
 
-def linears(name: str, rows: int, layers: int, threads: int) -> tuple[Callable[[], None], int]:
-    """A call of all linears, and the bytes of their weights, scales and tables."""
+def linears(name: str, rows: int, layers: int, threads: int) -> tuple[Callable[[], None], list[Tensor]]:
+    """A call of all linears, and their weights, scales and tables."""
     make, dtype = FORMATS[name]
-    graph, inputs, outputs, num_bytes = _C.TBGraph(), list[Tensor](), list[Tensor](), 0
+    graph, inputs, outputs, read = _C.TBGraph(), list[Tensor](), list[Tensor](), list[Tensor]()
 
     def external(kind: str, t: Tensor) -> _C.Tensor:
         tensors = inputs if kind == "input" else outputs
@@ -111,13 +110,13 @@ def linears(name: str, rows: int, layers: int, threads: int) -> tuple[Callable[[
     for k, n in SIZES * layers:
         operands, attrs = make(n, k)
         given = {o.name: t for o in quantized_linear.inputs if (t := operands.get(o.name)) is not None}
-        num_bytes += sum(t.nbytes for t in given.values())
+        read += given.values()
         reads = [("x", x[k], True, False), *((name, external("input", t), True, False) for name, t in given.items())]
         y = ("y", external("output", torch.empty(rows, n, dtype=dtype)), False, True)
         graph.add_node("quantized_linear", [*reads, y], {"x_columns": 0} | attrs, None, "")
     schedule = _C.make_schedule(graph, _C.Target("cpu", num_workers=threads, fuse=False))
     executable = _C.CpuExecutable(schedule, threads)
-    return lambda: executable.run(inputs, outputs), num_bytes
+    return lambda: executable.run(inputs, outputs), read
 
 
 def main() -> None:
@@ -128,14 +127,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
-    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     lines = []
     for threads, name, rows in ((t, f, r) for t in args.threads for f in args.formats for r in args.rows):
         clock = time.thread_time if threads == 1 else time.perf_counter
-        call, num_bytes = linears(name, rows, args.layers, threads)
+        call, tensors = linears(name, rows, args.layers, threads)
+        large = [t for t in tensors if t.nbytes >= 1 << 16]
 
-        def read_all(threads: int = threads) -> None:
-            _C.cpu_read_words(data.data_ptr(), len(data), threads)
+        def read_all(threads: int = threads, large: list[Tensor] = large) -> None:
+            for t in large:
+                _C.cpu_read_words(t.data_ptr(), t.nbytes // 8, threads)
 
         call()
         time.sleep(4)  # weights move to huge pages
@@ -145,7 +145,7 @@ def main() -> None:
                 begin = clock()
                 run()
                 seconds.append(clock() - begin)
-        rate, read = num_bytes / min(times[0]), READ_BYTES / min(times[1])
+        rate, read = (sum(t.nbytes for t in of) / min(own) for of, own in zip((tensors, large), times, strict=True))
         cells = f"{1e3 * min(times[0]):.1f}", f"{rate / 1e9:.1f}", f"{read / 1e9:.1f}", f"{rate / read:.2f}"
         lines.append([str(threads), name, str(rows), *cells])
     print(table(["threads", "format", "rows", "ms", "GB/s", "read GB/s", "of the read"], lines))

@@ -46,9 +46,9 @@ void detect_x86(std::vector<Isa>& isas) {
   constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31;  // F, DQ, CD, BW, VL
   if (!all_set(xcr0, kZmmState) || !all_set(features.ebx, kAvx512)) return;
   isas.push_back(Isa::kAvx512);
-  constexpr unsigned kAvx512Bf16 = 1u << 5;
-  if (!all_set(more.eax, kAvx512Bf16)) return;
-  isas.push_back(Isa::kAvx512Bf16);
+  constexpr unsigned kAvx512Bf16 = 1u << 5, kAvx512Vbmi = 1u << 1;
+  if (!all_set(more.eax, kAvx512Bf16) || !all_set(features.ecx, kAvx512Vbmi)) return;
+  isas.push_back(Isa::kAvx512Bf16);                                     // that has look-ups of bytes, too
   constexpr unsigned kTileState = 0x60000, kAmx = 1u << 22 | 1u << 24;  // bfloat16 products, tiles
   if (all_set(xcr0, kTileState) && all_set(features.edx, kAmx) && may_use_tiles()) isas.push_back(Isa::kAmx);
 }

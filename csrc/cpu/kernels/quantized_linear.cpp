@@ -11,8 +11,10 @@
 namespace mpk::cpu {
 namespace {
 
-// Rows of weights that a unit has, and rows of x that are prepared at a time.
+// Rows of weights that a unit has, and rows of weights that are multiplied and of x that are prepared at a time. A call
+// of a microkernel begins its streams of weights anew, and memory answers late.
 constexpr int64_t kMinRowsPerUnit = 8, kMaxRowsPerUnit = 128, kWantedUnits = 64;
+constexpr int64_t kRowsPerCall = 256;
 constexpr int64_t kMostRows = 128;
 constexpr int64_t kMostParts = 16;  // of a wide run
 constexpr int kWord = WeightFormat::kWordRows;
@@ -95,13 +97,14 @@ class QuantizedProducts : public Kernel {
   void multiply(const Frame& frame, int64_t matrix, int64_t first, int64_t count, Y y, int64_t begin, int64_t end,
                 uint8_t* scratch) const {
     const Scratch s = lay_out(scratch);
-    for (int64_t unit = begin; unit < end; unit++) {
-      const int64_t row = unit * rows_per_unit_, last = std::min(row + rows_per_unit_, num_weight_rows_);
+    const int64_t end_row = std::min(end * rows_per_unit_, num_weight_rows_);
+    for (int64_t row = begin * rows_per_unit_; row < end_row; row += rows_per_call_) {
+      const int64_t last = std::min(row + rows_per_call_, end_row);
       QuantizedArgs args = {};
       args.x = s.x, args.x_factors = format_.quantizes_x() ? s.x_factors : nullptr, args.x_sums = s.x_sums;
       args.begin = first, args.end = first + count, args.k = format_.columns, args.run = run_;
       args.num_weight_rows = last - row, args.num_blocks = blocks_;
-      args.factors = s.factors, args.factors_stride = has_words() ? rows_per_unit_ : blocks_;
+      args.factors = s.factors, args.factors_stride = has_words() ? rows_per_call_ : blocks_;
       args.sums = s.sums, args.codebook = floats(frame, code_), args.groups = groups_of(frame);
       find_factors(frame, matrix, row, last, args);
       if (format_.has_zero()) find_offsets(frame, matrix, row, last, s.offsets, args);
@@ -147,6 +150,7 @@ class QuantizedProducts : public Kernel {
     is_gathered_ = has_words() ? format_.storage != DType::kI32 || weight_.strides[1] != kElementBytes : !has_rows;
     const int64_t least = has_words() ? kWordsStep : kMinRowsPerUnit;
     rows_per_unit_ = std::clamp(num_weight_rows_ / kWantedUnits / least * least, least, kMaxRowsPerUnit);
+    rows_per_call_ = is_gathered_ ? rows_per_unit_ : std::max(kRowsPerCall / rows_per_unit_, 1l) * rows_per_unit_;
     num_units_ = num_rows == 0 ? 0 : (num_weight_rows_ + rows_per_unit_ - 1) / rows_per_unit_;
     unit_cost_ =
         static_cast<double>(rows_per_unit_ * format_.row_bytes()) * std::max(1.0, num_rows / 2.0) / kBytesPerNs;
@@ -168,11 +172,11 @@ class QuantizedProducts : public Kernel {
     const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
     Scratch s = {};
     s.x = floats(block_ * runs_ * pitch_), s.x_factors = floats(block_ * runs_), s.x_sums = floats(block_ * blocks_);
-    s.values = floats(std::max(depth_, rows_per_unit_));
-    s.factors = floats(rows_per_unit_ * (blocks_ + 1));
-    s.offsets = floats(format_.has_zero() ? rows_per_unit_ * blocks_ : 0);
-    s.sums = floats(block_ * rows_per_unit_);
-    s.gathered = take(is_gathered_ ? rows_per_unit_ * gathered_pitch() : 0);
+    s.values = floats(std::max(depth_, rows_per_call_));
+    s.factors = floats(rows_per_call_ * (blocks_ + 1));
+    s.offsets = floats(format_.has_zero() ? rows_per_call_ * blocks_ : 0);
+    s.sums = floats(block_ * rows_per_call_);
+    s.gathered = take(is_gathered_ ? rows_per_call_ * gathered_pitch() : 0);
     s.end = scratch;
     return s;
   }
@@ -230,7 +234,7 @@ class QuantizedProducts : public Kernel {
            for (int64_t i = 0; i < count; i++) values[i] = power_of_two(from[i * stride]);
          });
     if (format_.has_groups)
-      std::fill_n(args.factors + blocks_ * args.factors_stride, rows_per_unit_,
+      std::fill_n(args.factors + blocks_ * args.factors_stride, rows_per_call_,
                   std::numeric_limits<float>::quiet_NaN());
   }
   static float power_of_two(uint8_t e8m0) {
@@ -278,7 +282,7 @@ class QuantizedProducts : public Kernel {
   void load_packed(const Frame& frame, int64_t matrix, int64_t row, int64_t column, int64_t count, bool down,
                    float* values) const {
     const uint8_t* from = zero_.at(frame, matrix, row / kWord, column);
-    uint32_t words[kMaxRowsPerUnit / kWord + 1];
+    uint32_t words[kRowsPerCall / kWord + 1];
     if (!down) {
       for (int64_t i = 0; i < count; i++) {
         std::memcpy(words, from + i * zero_.strides[2], sizeof *words);
@@ -299,7 +303,7 @@ class QuantizedProducts : public Kernel {
   // Copies rows whose elements do not lie as the microkernel reads them.
   void gather(const Frame& frame, int64_t matrix, int64_t begin, int64_t end, uint8_t* to, QuantizedArgs& args) const {
     args.weight = to,
-    args.weight_stride = has_words() ? rows_per_unit_ / format_.word_rows * kElementBytes : gathered_pitch();
+    args.weight_stride = has_words() ? rows_per_call_ / format_.word_rows * kElementBytes : gathered_pitch();
     const int64_t bytes = format_.storage == DType::kI32 ? kElementBytes : 1, rows = (end - begin) / format_.word_rows;
     const int64_t elements = format_.has_word_rows() ? format_.columns : format_.row_bytes() / bytes;
     const int64_t per_word = kElementBytes / bytes;  // of those of one row
@@ -326,7 +330,7 @@ class QuantizedProducts : public Kernel {
   int64_t depth_, run_, runs_, pitch_;
 
  protected:
-  int64_t num_weight_rows_, rows_per_unit_;
+  int64_t num_weight_rows_, rows_per_unit_, rows_per_call_;
   const int64_t block_;  // rows of x that are prepared at a time
 };
 

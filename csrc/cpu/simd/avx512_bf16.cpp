@@ -1,15 +1,16 @@
-// x86-64-v4 and its bfloat16 dot products, which flush denormals: equal to the other tiers within tolerance.
+// x86-64-v4, its look-ups of bytes, and its bfloat16 dot products, which flush denormals: equal to the other tiers
+// within tolerance.
 #include "includes.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(                                                                                         \
-    __attribute__((                                                                                                   \
-        target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,movbe,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512bf16"))), \
+#pragma clang attribute push(                                                                                             \
+    __attribute__((target(                                                                                                \
+        "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,movbe,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi,avx512bf16"))), \
     apply_to = function)
 #else
 #pragma GCC target( \
-    "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,movbe,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512bf16,prefer-vector-width=512")
+    "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,movbe,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi,avx512bf16,prefer-vector-width=512")
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own intrinsics
 #endif
 #define MPK_TIER_AVX512

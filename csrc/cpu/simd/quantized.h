@@ -5,36 +5,37 @@
 
 // Two vectors of weights.
 constexpr int kQuantizedStep = 2 * kLanes;
-constexpr int kWideRun = 128;  // weights of 4 bits that are one vector of bytes, eight to a lane
+constexpr int kWideBytes = 64;  // of weights that a wide step converts at a time
 
 #if defined(MPK_TIER_AVX512)
-// e4m3 by a table of its 128 magnitudes in bfloat16, NaN included. Arithmetic would produce denormals, which some
-// processors handle a hundred times more slowly.
+// A magnitude of e4m3 in bfloat16, NaN included.
+constexpr int kNumMagnitudesE4M3 = 128;
+MPK_INLINE uint16_t magnitude_e4m3(int m) {
+  const float value = m < 8 ? m * 0x1p-9f : as_float((static_cast<uint32_t>(m) << 20) + (120u << 23));
+  return m == kNumMagnitudesE4M3 - 1 ? 0x7fc0 : static_cast<uint16_t>(as_bits(value) >> 16);
+}
+
+// e4m3 by a table of its magnitudes. Arithmetic would produce denormals, which some processors handle a hundred times
+// more slowly.
 struct WeightsE4M3 {
   static constexpr float kScale = 1;
   static constexpr int kPacked = 1;  // weights to a byte
   __m512i table[4];
 
   MPK_INLINE explicit WeightsE4M3(const float*) {
-    alignas(64) uint16_t magnitudes[128];
-    for (int m = 0; m < 128; m++) {
-      const float value = m < 8 ? m * 0x1p-9f : as_float((static_cast<uint32_t>(m) << 20) + (120u << 23));
-      magnitudes[m] = m == 127 ? 0x7fc0 : static_cast<uint16_t>(as_bits(value) >> 16);
-    }
+    alignas(64) uint16_t magnitudes[kNumMagnitudesE4M3];
+    for (int m = 0; m < kNumMagnitudesE4M3; m++) magnitudes[m] = magnitude_e4m3(m);
     for (int i = 0; i < 4; i++) table[i] = _mm512_load_si512(magnitudes + 32 * i);
   }
-  // 32 weights as bfloat16.
-  MPK_INLINE __m512i words(const uint8_t* p) const {
+  MPK_INLINE void load(const uint8_t* p, vf (&out)[2]) const {
     const __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(w, _mm512_set1_epi16(0x40)),
                                                       _mm512_permutex2var_epi16(table[0], w, table[1]),
                                                       _mm512_permutex2var_epi16(table[2], w, table[3]));
-    return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0x80)), 8));
-  }
-  MPK_INLINE void load(const uint8_t* p, vf (&out)[2]) const {
-    const __m512i w = words(p);
-    out[0] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(w)), 16);
-    out[1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(w, 1)), 16);
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0x80)), 8);
+    const __m512i numbers = _mm512_or_si512(magnitude, sign);  // of bfloat16
+    out[0] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(numbers)), 16);
+    out[1] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(numbers, 1)), 16);
   }
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }  // it is among the numbers
 };
@@ -130,33 +131,68 @@ struct Weights4 : Numbers4<kCode> {
   MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
 };
 
-// Whether weights can be had as words, which are bfloat16.
-template <class W>
-constexpr bool kHasWords = requires(const W& w, const uint8_t* p) { w.words(p); };
+#if defined(MPK_TIER_AVX512_BF16)
+// e4m3 as bfloat16, by a table of the high and one of the low bytes of its 128 magnitudes.
+struct PairsE4M3 {
+  static constexpr float kScale = 1;
+  static constexpr int kPacked = 1;
+  __m512i high[2], low[2];
+
+  MPK_INLINE explicit PairsE4M3(const float*) {
+    alignas(64) uint8_t bytes[2][kNumMagnitudesE4M3];
+    for (int m = 0; m < kNumMagnitudesE4M3; m++) {
+      const uint16_t bits = magnitude_e4m3(m);
+      bytes[0][m] = static_cast<uint8_t>(bits >> 8), bytes[1][m] = static_cast<uint8_t>(bits);
+    }
+    for (int i = 0; i < 2; i++)
+      high[i] = _mm512_load_si512(bytes[0] + 64 * i), low[i] = _mm512_load_si512(bytes[1] + 64 * i);
+  }
+  MPK_INLINE __m512i high_bytes(__m512i weights) const {
+    constexpr int kOrBoth = 0xf8;  // the first, or both others
+    return _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high[0], weights, high[1]), weights,
+                                     _mm512_set1_epi8(static_cast<char>(0x80)), kOrBoth);
+  }
+  MPK_INLINE __m512i low_bytes(__m512i weights) const { return _mm512_permutex2var_epi8(low[0], weights, low[1]); }
+
+  // 64 weights: of each 16, the first eight are in `out[0]`, the others in `out[1]`.
+  MPK_INLINE void wide(const uint8_t* p, __m512i (&out)[2]) const {
+    const __m512i weights = _mm512_loadu_si512(p), highs = high_bytes(weights), lows = low_bytes(weights);
+    out[0] = _mm512_unpacklo_epi8(lows, highs), out[1] = _mm512_unpackhi_epi8(lows, highs);
+  }
+  // 32 weights in their order.
+  MPK_INLINE __m512i words(const uint8_t* p) const {
+    const __m512i once = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i twice = _mm512_or_si512(once, _mm512_slli_epi16(once, 8));
+    return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaull, low_bytes(twice), high_bytes(twice));
+  }
+  MPK_INLINE bool has_nan(const uint8_t*) const { return false; }
+};
+#endif
 
 int64_t quantized_pitch(int64_t run) { return (run + kQuantizedStep - 1) / kQuantizedStep * kQuantizedStep; }
 
 MPK_INLINE void to_x(float v, float* p) { *p = v; }
 MPK_INLINE void to_x(float v, bf16* p) { p->bits = static_cast<uint16_t>(as_bits(v) >> 16); }  // v is such a number
 
-// Moves a chunk of x: of kParts * kSize elements those come first whose number is a multiple of kParts, then their
-// successors, and so on.
-template <int kParts, int kSize, class T>
+// Moves a chunk of x, kParts * kSize elements: of each kParts * kTogether the first kTogether come first, then the next
+// ones of each, and so on.
+template <int kParts, int kSize, int kTogether = 1, class T>
 MPK_INLINE void arrange_chunk(const float* from, T* to) {
   for (int part = 0; part < kParts; part++)
-    for (int i = 0; i < kSize; i++) to_x(from[i * kParts + part], to + part * kSize + i);
+    for (int i = 0; i < kSize; i++)
+      to_x(from[(i / kTogether * kParts + part) * kTogether + i % kTogether], to + part * kSize + i);
 }
 
-// Writes a run of x, from element `at` on, and zeros up to its pitch: in wide chunks of kWideParts parts, as long as
-// there are whole ones, and behind these in chunks of kParts * kSize elements.
-template <class T, int kParts = 1, int kSize = kQuantizedStep, int kWideParts = 0>
+// Writes a run of x, from element `at` on, and zeros up to its pitch: in chunks of kWide elements and kWideParts parts,
+// as long as there are whole ones, and behind these in chunks of kParts * kSize elements.
+template <class T, int kParts = 1, int kSize = kQuantizedStep, int kWide = 0, int kWideParts = 0, int kTogether = 1>
 void arrange_x(const float* values, int64_t n, void* x, int64_t at) {
   constexpr int kChunk = kParts * kSize;
   auto* to = static_cast<T*>(x) + at;
   const int64_t pitch = quantized_pitch(n);
   int64_t k = 0;
   if constexpr (kWideParts > 0)
-    for (; k + kWideRun <= n; k += kWideRun) arrange_chunk<kWideParts, kWideRun / kWideParts>(values + k, to + k);
+    for (; k + kWide <= n; k += kWide) arrange_chunk<kWideParts, kWide / kWideParts, kTogether>(values + k, to + k);
   for (; k + kChunk <= n; k += kChunk) arrange_chunk<kParts, kSize>(values + k, to + k);
   for (; k < pitch; k += kChunk) {
     float rest[kChunk] = {};
@@ -170,6 +206,8 @@ struct FloatX {
   using T = float;
   template <class W>
   static constexpr int kWideParts = kVecBytes == 64 && W::kPacked == 2 ? 8 : 0;  // that x of a wide step has
+  template <class W>
+  static constexpr int kTogether = 1;  // neighbours that are in the same part
 
   template <class W, int kCols>
   static MPK_INLINE void add_wide(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
@@ -197,18 +235,26 @@ struct FloatX {
 struct PairsX {
   using T = bf16;
   template <class W>
-  static constexpr int kWideParts = W::kPacked == 2 ? 4 : 0;
+  static constexpr int kWideParts = W::kPacked == 2 ? 4 : 2;
+  template <class W>
+  static constexpr int kTogether = W::kPacked == 2 ? 1 : 8;
 
   template <class W, int kCols>
   static MPK_INLINE void add_wide(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
-    const __m512i bytes = _mm512_loadu_si512(from);
     const auto add_part = [&](__m512i weights, int part) __attribute__((always_inline)) {
       for (int j = 0; j < kCols; j++)
         acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)weights,
                                       (__m512bh)_mm512_loadu_si512(x + j * pitch + part * kQuantizedStep));
     };
-    add_part(w.template halves<0>(bytes), 0), add_part(w.template halves<4>(bytes), 1);
-    add_part(w.template halves<8>(bytes), 2), add_part(w.template halves<12>(bytes), 3);
+    if constexpr (W::kPacked == 1) {
+      __m512i weights[2];
+      w.wide(from, weights);
+      add_part(weights[0], 0), add_part(weights[1], 1);
+    } else {
+      const __m512i bytes = _mm512_loadu_si512(from);
+      add_part(w.template halves<0>(bytes), 0), add_part(w.template halves<4>(bytes), 1);
+      add_part(w.template halves<8>(bytes), 2), add_part(w.template halves<12>(bytes), 3);
+    }
   }
   template <class W, int kCols>
   static MPK_INLINE void add(const W& w, const uint8_t* from, const T* x, int64_t pitch, vf (&acc)[kCols]) {
@@ -274,7 +320,7 @@ MPK_INLINE void quantized_rows(const QuantizedArgs& a, const W& w, const int64_t
     set_zero(acc);
     int64_t k = 0;
     if constexpr (X::template kWideParts<W> > 0)
-      for (; k + kWideRun <= size; k += kWideRun)
+      for (; k + kWideBytes * W::kPacked <= size; k += kWideBytes * W::kPacked)
         for (int i = 0; i < kRows; i++) {
           const uint8_t* from = weights[i] + (run * a.run + k) / W::kPacked;
           __builtin_prefetch(from + kPrefetchBytes);

@@ -72,8 +72,9 @@ void fill_prefill(Microkernels& t, DType dtype) {
 
 template <class W, class X, int kParts = 1, int kSize = kQuantizedStep>
 constexpr QuantizedProduct quantized_product() {
-  constexpr int kWideParts = X::template kWideParts<W>;
-  return {arrange_x<typename X::T, kParts, kSize, kWideParts>, quantized<W, X>, kWideParts > 0 ? kWideRun : 0};
+  constexpr int kWideParts = X::template kWideParts<W>, kWide = kWideBytes * W::kPacked;
+  return {arrange_x<typename X::T, kParts, kSize, kWide, kWideParts, X::template kTogether<W>>, quantized<W, X>,
+          kWideParts > 0 && W::kPacked > 1 ? kWide : 0};
 }
 template <class L, class X, int kParts = 1, int kSize = kQuantizedStep>
 constexpr QuantizedProduct words_product() {
@@ -96,7 +97,7 @@ void fill_quantized(Microkernels& t) {
   const auto set_pairs = [&](WeightCode code, QuantizedProduct product) {
     t.quantized[static_cast<int>(code)][1] = product;
   };
-  set_pairs(WeightCode::kE4M3, quantized_product<WeightsE4M3, PairsX>());
+  set_pairs(WeightCode::kE4M3, quantized_product<PairsE4M3, PairsX>());
   set_pairs(WeightCode::kI4, quantized_product<Weights4<WeightCode::kI4>, PairsX>());
   set_pairs(WeightCode::kU4, quantized_product<Weights4<WeightCode::kU4>, PairsX>());
   set_pairs(WeightCode::kE2M1, quantized_product<Weights4<WeightCode::kE2M1>, PairsX>());
