@@ -1,6 +1,6 @@
 """Times the linears of Qwen3-0.6B on the CPU in each format of weights, beside a plain read of the same bytes.
 
-    python benchmarks/cpu_formats.py [--formats gptq awq ...] [--rows 1 8] [--threads 1 2] [--layers 28]
+    python benchmarks/cpu_formats.py [--formats gptq awq ...] [--rows 1 8] [--threads 1 2] [--layers 28] [--torchao]
 
 Weights are random and larger than the caches: those of all layers, each read once per call. With one thread times are
 CPU time, which other work on the machine prolongs little; with several they are what a clock shows. The least of all
@@ -119,6 +119,40 @@ def linears(name: str, rows: int, layers: int, threads: int) -> tuple[Callable[[
     return lambda: executable.run(inputs, outputs), read
 
 
+class Linears(torch.nn.Module):
+    """The same in torchao's format, in bfloat16."""
+
+    def __init__(self, name: str, rows: int, layers: int) -> None:
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        configs = {"fp8-rows": Float8WeightOnlyConfig, "int8": Int8WeightOnlyConfig}
+        configs["int4"] = PrototypeInt4WeightOnlyConfig  # groups of 128 with zero points, packed for processors
+        super().__init__()
+        self.depths = [k for k, _ in SIZES * layers]
+        made = (torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for k, n in SIZES * layers)
+        self.linears = torch.nn.ModuleList(made)
+        self.x = {k: torch.randn(rows, k, dtype=torch.bfloat16) for k, _ in SIZES}
+        quantize_(self, configs[name]())
+
+    def forward(self) -> list[Tensor]:
+        return [linear(self.x[k]) for linear, k in zip(self.linears, self.depths, strict=True)]
+
+
+TORCHAO = "fp8-rows", "int8", "int4"
+
+
+def torchao_linears(name: str, rows: int, layers: int, threads: int) -> Callable[[], object]:
+    torch.set_num_threads(threads)
+    compiled = torch.compile(Linears(name, rows, layers).eval())
+
+    def call() -> None:
+        with torch.inference_mode():
+            compiled()
+
+    return call
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
@@ -126,6 +160,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--torchao", action="store_true", help="beside torchao's products")
     args = parser.parse_args()
     lines = []
     for threads, name, rows in ((t, f, r) for t in args.threads for f in args.formats for r in args.rows):
@@ -137,18 +172,24 @@ def main() -> None:
             for t in large:
                 _C.cpu_read_words(t.data_ptr(), t.nbytes // 8, threads)
 
+        calls: dict[str, Callable[[], object]] = {"ours": call, "read": read_all}
+        if args.torchao and name in TORCHAO:
+            calls["torchao"] = torchao_linears(name, rows, args.layers, threads)
+            calls["torchao"]()
         call()
         time.sleep(4)  # weights move to huge pages
-        times: list[list[float]] = [[], []]
+        times: dict[str, list[float]] = {of: [] for of in calls}
         for _ in range(args.rounds):
-            for run, seconds in zip((call, read_all), times, strict=True):
+            for of, run in calls.items():
                 begin = clock()
                 run()
-                seconds.append(clock() - begin)
-        rate, read = (sum(t.nbytes for t in of) / min(own) for of, own in zip((tensors, large), times, strict=True))
-        cells = f"{1e3 * min(times[0]):.1f}", f"{rate / 1e9:.1f}", f"{read / 1e9:.1f}", f"{rate / read:.2f}"
-        lines.append([str(threads), name, str(rows), *cells])
-    print(table(["threads", "format", "rows", "ms", "GB/s", "read GB/s", "of the read"], lines))
+                times[of].append(clock() - begin)
+        least = {of: min(seconds) for of, seconds in times.items()}
+        rate, read = sum(t.nbytes for t in tensors) / least["ours"], sum(t.nbytes for t in large) / least["read"]
+        cells = f"{1e3 * least['ours']:.1f}", f"{rate / 1e9:.1f}", f"{read / 1e9:.1f}", f"{rate / read:.2f}"
+        theirs = f"{1e3 * least['torchao']:.1f}" if "torchao" in least else "–"
+        lines.append([str(threads), name, str(rows), *cells, theirs])
+    print(table(["threads", "format", "rows", "ms", "GB/s", "read GB/s", "of the read", "torchao ms"], lines))
 
 
 if __name__ == "__main__":
