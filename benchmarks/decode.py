@@ -250,11 +250,13 @@ def alone() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         if group:
             torch.distributed.barrier(group)
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # others need the memory
-        if group:
-            torch.distributed.barrier(group)
+        try:
+            yield
+        finally:  # a rank that raised keeps no others here
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # others need the memory
+            if group:
+                torch.distributed.barrier(group)
 
 
 def time_steps(model: PreTrainedModel, step: Step, start: Start, case: dict[str, Any]) -> Result:
