@@ -60,7 +60,8 @@ struct TilesShape {
   static constexpr int kColumns = V::kTileRows * V::kParts;  // of a tile's results
   // Of an entry, 128 bytes of each row: x, then weights.
   static constexpr int kBlocks = V::kChunkSize * element_bytes<V>() / kBoxRowBytes;
-  static constexpr int kXBytes = V::kXRows * kBoxRowBytes, kWeightBytes = kColumns * kBoxRowBytes;  // of a block
+  static constexpr int kXBytes = V::kXRows * kBoxRowBytes;  // of a block
+  static constexpr int kPartBytes = V::kTileRows * kBoxRowBytes, kWeightBytes = V::kParts * kPartBytes;
   static constexpr int kEntryBytes = kBlocks * (kXBytes + kWeightBytes);
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize;
   static constexpr int kPartChunks = kChunks / V::kSplit;  // of a part
@@ -72,6 +73,11 @@ struct TilesShape {
   // The columns of a strip, and the rows that make 32 results of it.
   static constexpr int kStrip = strip_of(kShare, strip_columns(V::kParts)), kRowsAtOnce = 32 / kStrip;
   static constexpr int kStagedBytes = kConsumerWarps * kStripBytes;
+
+  // Starts the copy of a part's rows of weights in a block.
+  MPK_DEVICE static void load_weights(uint8_t* to, const void* map, int row, int block, uint64_t* full, uint64_t hint) {
+    ptx::box_load(to, map, row, block, full, hint);
+  }
 };
 
 // A tile. Tiles with all rows of x and the same weights follow each other, so that workers read the same weights at the
@@ -98,9 +104,9 @@ MPK_DEVICE uint32_t units_in_turn(uint32_t count, uint32_t worker, uint32_t work
 // ---- the loader's part
 
 // The job's references begin with the maps of the weights, then of x.
-template <class V>
+template <class V, class Shape>
 struct TileEntry {
-  using S = TilesShape<V>;
+  using S = Shape;
   const uint64_t* maps;
   uint32_t tile, chunk;
 
@@ -116,35 +122,33 @@ struct TileEntry {
     for (int b = 0; b < S::kBlocks; b++)
 #pragma unroll
       for (int p = 0; p < V::kParts; p++)
-        load(V::kParts > 1 ? p : place.segment,
-             to + S::kBlocks * S::kXBytes + b * S::kWeightBytes + p * (V::kTileRows * kBoxRowBytes), place.weight_row,
-             b, full, S::kXTiles > 1 ? ptx::kEvictNormal : ptx::kEvictFirst);
+        S::load_weights(to + S::kBlocks * S::kXBytes + b * S::kWeightBytes + p * S::kPartBytes,
+                        map(V::kParts > 1 ? p : place.segment), place.weight_row, chunk * S::kBlocks + b, full,
+                        S::kXTiles > 1 ? ptx::kEvictNormal : ptx::kEvictFirst);
   }
   MPK_DEVICE void start_x(uint8_t* to, uint64_t* full) const {
     const TilePlace<V> place(tile);
 #pragma unroll
     for (int b = 0; b < S::kBlocks; b++)
-      load(V::kParts > 1 ? V::kParts : V::kSegments, to + b * S::kXBytes, place.x_row, b, full, ptx::kEvictNormal);
+      ptx::box_load(to + b * S::kXBytes, map(V::kParts > 1 ? V::kParts : V::kSegments), place.x_row,
+                    chunk * S::kBlocks + b, full, ptx::kEvictNormal);
   }
 
  private:
-  MPK_DEVICE void load(int map, uint8_t* box, int row, int block, uint64_t* full, uint64_t hint) const {
-    ptx::box_load(box, reinterpret_cast<const void*>(maps[map]), row, chunk * S::kBlocks + block, full, hint);
-  }
+  MPK_DEVICE const void* map(int i) const { return reinterpret_cast<const void*>(maps[i]); }
 };
 
 // Weights fill the ring while the phase before still makes x. Copies in flight must land, so those of x are started
 // even when the launch was aborted.
-template <class V, class Entry, class L>
+template <class V, class S, class L>
 MPK_DEVICE void load_tiles_by(L& l, const Job& job) {
-  using S = typename Entry::S;
   static_assert(S::kEntryBytes <= L::Config::kSlotBytes);
   constexpr uint32_t kWorkers = L::Config::kNumWorkers, kSlots = L::Config::kSlots;
   const uint32_t worker = l.worker(job), count = units_in_turn(S::kUnits, worker, kWorkers) * S::kPartChunks;
   const auto describe = [&](uint32_t number) {
     const uint32_t turn = min(number, count - 1) / S::kPartChunks, unit = worker + turn * kWorkers;
     const uint32_t first = unit % V::kSplit * S::kPartChunks;
-    return Entry{job.refs(), unit / V::kSplit, first + number - turn * S::kPartChunks};
+    return TileEntry<V, S>{job.refs(), unit / V::kSplit, first + number - turn * S::kPartChunks};
   };
   const uint32_t early = min(count, kSlots), end = l.ring.entry + count;
   l.failed = !begin_entries(l.ring, early, l.phase, describe);
@@ -159,7 +163,7 @@ MPK_DEVICE void load_tiles_by(L& l, const Job& job) {
 }
 template <class V, class L>
 MPK_DEVICE void load_tiles(L& l, const Job& job) {
-  load_tiles_by<V, TileEntry<V>>(l, job);
+  load_tiles_by<V, TilesShape<V>>(l, job);
 }
 
 // ---- the consumers' part

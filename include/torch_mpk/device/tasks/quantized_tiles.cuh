@@ -42,48 +42,17 @@ struct QuantizedTilesShape : TilesShape<V> {
                 kStrip * kSumPitch * int(sizeof(float)) <= kStripBytes);
   static_assert(V::kSize % V::kChunkSize == 0 && V::kChunkSize % kBoxColumns == 0);
   static_assert(V::kScalesByRow || V::kScaleColumns % kBoxColumns == 0 || V::kScaleColumns >= V::kSize);
+
+  MPK_DEVICE static void load_weights(uint8_t* to, const void* map, int row, int block, uint64_t* full, uint64_t hint) {
+    ptx::rows_load(to, map, row, block * (kRowBytes / 2), full, hint);
+  }
 };
 
 // ---- the loader's part
 
-// See TileEntry.
-template <class V>
-struct QuantizedTileEntry {
-  using S = QuantizedTilesShape<V>;
-  const uint64_t* maps;
-  uint32_t tile, chunk;
-
-  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
-    start_weights(to, full);
-    start_x(to, full);
-  }
-  MPK_DEVICE void start_weights(uint8_t* to, uint64_t* full) const {
-    const TilePlace<V> place(tile);
-    ptx::mbar_arrive_expect(full, S::kEntryBytes);
-#pragma unroll
-    for (int b = 0; b < S::kBlocks; b++)
-#pragma unroll
-      for (int p = 0; p < V::kParts; p++)
-        ptx::rows_load(to + S::kBlocks * S::kXBytes + b * S::kWeightBytes + p * S::kPartBytes,
-                       map(V::kParts > 1 ? p : place.segment), place.weight_row,
-                       (chunk * S::kBlocks + b) * (S::kRowBytes / 2), full,
-                       S::kXTiles > 1 ? ptx::kEvictNormal : ptx::kEvictFirst);
-  }
-  MPK_DEVICE void start_x(uint8_t* to, uint64_t* full) const {
-    const TilePlace<V> place(tile);
-#pragma unroll
-    for (int b = 0; b < S::kBlocks; b++)
-      ptx::box_load(to + b * S::kXBytes, map(V::kParts > 1 ? V::kParts : V::kSegments), place.x_row,
-                    chunk * S::kBlocks + b, full, ptx::kEvictNormal);
-  }
-
- private:
-  MPK_DEVICE const void* map(int i) const { return reinterpret_cast<const void*>(maps[i]); }
-};
-
 template <class V, class L>
 MPK_DEVICE void load_quantized_tiles(L& l, const Job& job) {
-  load_tiles_by<V, QuantizedTileEntry<V>>(l, job);
+  load_tiles_by<V, QuantizedTilesShape<V>>(l, job);
 }
 
 // ---- the consumers' part
