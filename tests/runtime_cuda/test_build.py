@@ -108,6 +108,7 @@ def test_attention_that_has_no_kernel_runs_between_launches(simulated):
 
 def test_a_graph_keeps_what_was_compiled(simulated, fake_library, monkeypatch):
     monkeypatch.setattr(simulated_gpu, "current_stream", lambda device: 64)
+    others = live_segments()  # of other tests
     step, args = torch.compile(F.linear, backend="mpk", options={"fallback": "error"}), (torch.randn(1, 64),) * 2
     with torch.inference_mode():
         step(*args)
@@ -118,7 +119,7 @@ def test_a_graph_keeps_what_was_compiled(simulated, fake_library, monkeypatch):
     torch.compiler.reset()
     gc.collect()
     torch_mpk.synchronize()
-    assert not live_segments()
+    assert all(segment in others for segment in live_segments())
     assert simulated.num_live > 0
     destroy_graphs(fake_library, 5)
     torch_mpk.synchronize()
