@@ -71,12 +71,10 @@ def _is_pair_of_last_dim(node: fx.Node) -> bool:
 
 
 def _halves(first: Any, second: Any) -> tuple[fx.Node | None, list[fx.Node]]:
-    """What the two are the halves of along its last dimension, and the interior nodes."""
-    if is_call(first, aten.slice.Tensor) and is_call(second, aten.slice.Tensor):
-        x, size = first.args[0], shape(first.args[0])[-1]
-        are_halves = size is not None and size % 2 == 0 and second.args[0] is x
-        ranges = [(0, size // 2), (size // 2, size)] if are_halves else None
-        return (x, [first, second]) if ranges == [_last_dim_range(part) for part in (first, second)] else (None, [])
+    """The tensor of which the two are the halves along its last dimension, and the interior nodes."""
+    sliced = _sliced_in_two(first, second)
+    if sliced is not None:
+        return (sliced, [first, second]) if shape(sliced)[-1] % 2 == 0 else (None, [])
     if not is_call(first, operator.getitem) or not is_call(second, operator.getitem):
         return None, []
     parts = first.args[0]
@@ -124,16 +122,19 @@ def _rotated_half(node: Any) -> tuple[fx.Node | None, list[fx.Node]]:
     if not is_call(negated, aten.neg.default):
         return None, []
     (second,) = negated.args
+    x = _sliced_in_two(first, second)
+    return (None, []) if x is None or shape(node) != shape(x) else (x, [node, negated, first, second])
+
+
+def _sliced_in_two(first: Any, second: Any) -> fx.Node | None:
+    """The tensor of whose last dimension the two are the slices up to D/2, and from there on."""
     if not is_call(first, aten.slice.Tensor) or not is_call(second, aten.slice.Tensor):
-        return None, []
-    x = first.args[0]
-    size = shape(x)[-1]
-    if size is None or second.args[0] is not x or shape(node) != shape(x):
-        return None, []
+        return None
+    x, size = first.args[0], shape(first.args[0])[-1]
+    if size is None or second.args[0] is not x:
+        return None
     halves = [(0, size // 2), (size // 2, size)]
-    if [_last_dim_range(part) for part in (first, second)] != halves:
-        return None, []
-    return x, [node, negated, first, second]
+    return x if [_last_dim_range(part) for part in (first, second)] == halves else None
 
 
 def _last_dim_range(node: fx.Node) -> tuple[int, int] | None:
