@@ -39,7 +39,7 @@ def graph_of(model: Callable[..., Any], call: Callable[[Any], object], bucket: i
 def graph_of_a_prompt(
     name: str, batch: int, length: int, is_bucket: bool = False, positions: int | None = None
 ) -> _C.TBGraph:
-    """Of a prompt of ``length``, or of any in a bucket of it, for an empty cache of twice as many positions or of
+    """A prompt's graph, of ``length`` or of any in a bucket of it, for an empty cache of twice as many positions or of
     ``positions``, by a model of ``CONFIGS`` with one layer. A prompt of one token is a decode step. It takes no memory
     for weights."""
     config = CONFIGS[name]()

@@ -61,5 +61,5 @@ def state_of(library: Path) -> Fake:
 
 
 def destroy_graphs(library: Path, capture: int = 0) -> None:
-    """What a capture has left, with all that was instantiated from it; by default what all captures have."""
+    """Destroys a capture's graph, and all that was instantiated from it; by default those of all captures."""
     ctypes.CDLL(str(library)).fake_destroy_graph(ctypes.c_uint64(capture))

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kMostRows = 64;                           // of x
 constexpr int64_t kLeastColumns = 256, kMostColumns = 512;  // of a stage of x
-// Of a stage of more than the least columns, and of all stages.
-constexpr int64_t kWideStageBytes = 16 * 1024, kMostStageBytes = 96 * 1024;
+constexpr int64_t kWideStageBytes = 16 * 1024;              // the most of a stage that is wider than it must be
+constexpr int64_t kMostStageBytes = 96 * 1024;              // of all stages of x
 constexpr int64_t kMostSplit = 4;
 
 struct WarpgroupsCut : TileShape, WarpgroupsFields {};

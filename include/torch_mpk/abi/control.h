@@ -34,7 +34,7 @@ enum class Waiting : uint32_t {
   kRank,     // a word of another rank; `event` is its number
 };
 
-// What a warp waited for when it aborted.
+// The wait in which a warp aborted.
 struct Stall {
   uint32_t phase;  // the phase the warp was in
   WarpRole role;

@@ -1,4 +1,4 @@
-// What launches in CUDA graphs refer to lives as long as these graphs.
+// CUDA graphs keep alive all that their launches refer to.
 #pragma once
 
 #include <memory>
