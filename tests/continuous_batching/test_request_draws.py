@@ -107,7 +107,7 @@ def test_times_of_a_seed_depend_on_it_and_the_position_alone() -> None:
             self.position_offset, self.logit_processor_kwargs = position, how
 
     draws = RequestDraws(4, 4096, torch.device("cpu"))
-    first = draws.renew([State(3, seed=1), State(3, seed=2), State(4, seed=1)], 4).clone()
+    first = draws.renew([State(3, seed=1), State(3, seed=2), State(4, seed=1), State(4)], 4).clone()
     assert len({tuple(row.tolist()) for row in first}) == 4
     again = draws.renew([State(9), State(3, seed=1)], 2)
     assert torch.equal(again[1], first[0])

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from tests.continuous_batching.engine import managed, planning_for_a_gpu, prompt_of, results, serving_model
 from tests.thinned import thinned
 from torch_mpk.batching.engine import Runner
+from torch_mpk.batching.request_draws import RequestDraws
 from torch_mpk.continuous_batching import StepCompileConfig
 
 
@@ -36,9 +37,16 @@ def drawn(*args: Any, **settings: Any) -> list[list[int]]:
     return [output.generated_tokens for output in outputs(*args, **settings)]
 
 
-# The engine's own way.
-THEIRS = {name: getattr(ModelRunner, name) for name in ("_sample", "_get_forward_fn")}
-THEIRS["_renew_times"] = lambda runner, rows: None
+def count_rows(runner: Any, padded: int) -> None:
+    runner.num_rows = sum(future.has_new_token for future in runner.inputs_and_outputs.requests_in_batch)
+
+
+def sample_rows(runner: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+    ModelRunner._sample(runner, scores[:, : runner.num_rows], output_ids)
+
+
+# The engine's own way, but for rows that only pad a step.
+THEIRS = {"_renew_times": count_rows, "_sample": sample_rows}
 EAGER = dict.fromkeys(
     ("decode_compile_config", "varlen_compile_config"), StepCompileConfig(backend="eager", options=None)
 )
@@ -52,6 +60,7 @@ LIKELY = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}  # much as models' own 
     [(1, {}, {}), (3, {"temperature": 0.7}, {}), (3, LIKELY, {}), (3, LIKELY, {"per_request_processors": True})],
     ids=["as it is", "temperature", "the most likely", "the most likely, by request"],
 )
+@pytest.mark.usefixtures("empty_cache")
 def test_tokens_are_those_of_multinomial(count: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
     model = serving_model()
     prompt = prompt_of(5)
@@ -95,6 +104,20 @@ def test_log_probabilities_are_the_engines(how: dict[str, Any]) -> None:
         assert output.generated_tokens == other.generated_tokens
         assert len(output.logprobs) == len(output.generated_tokens)
         torch.testing.assert_close(output.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_what_dynamo_restores_in_another_thread_is_not_drawn_again() -> None:
+    """Nor is anything drawn for rows that pad a step: their number hangs on which sizes are built."""
+    run = functools.partial(drawn, serving_model(), prompt_of(5), 0, 3, {})
+    expected, renew = run(), RequestDraws.renew
+
+    def renew_anew(draws: RequestDraws, states: Any, rows: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        return renew(draws, states, max(rows, 4))[:rows]
+
+    with mock.patch.object(RequestDraws, "renew", renew_anew):
+        assert run() == expected
 
 
 @pytest.mark.gpu

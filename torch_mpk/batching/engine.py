@@ -174,8 +174,8 @@ class Runner(continuous_api.ModelRunner):
     those of CUDA graphs too."""
 
     segments: set[CompiledSegment]
-    times: torch.Tensor | None  # of the step that is being made: see _sample
-    draws: RequestDraws | None  # whose times they are, where each request says how it draws
+    times: torch.Tensor | None  # of the step that is being made, where tokens are drawn: see _sample
+    draws: RequestDraws | None  # whose times they are
     is_ready: bool  # it: see _is_ready
     builder: StepBuilder  # of steps that are the engine's own meanwhile
     asking_rank: float | None  # of builds, in a warm-up that waits for none
@@ -187,10 +187,11 @@ class Runner(continuous_api.ModelRunner):
         result: Runner = runner
         result.segments, result.times, result.draws = set(), None, None
         result.is_ready, result.builder, result.asking_rank = True, StepBuilder(), None
-        if result.do_sample and result.cb_config.per_request_processors:
+        if result.do_sample:
             vocab_size = model.config.get_text_config().vocab_size
             result.draws = RequestDraws(result.cb_config.max_requests_per_batch, vocab_size, result.cache.device)
-            result.logit_processor.supported_keys |= request_draws.FIELDS
+            if result.cb_config.per_request_processors:
+                result.logit_processor.supported_keys |= request_draws.FIELDS
         result._compiled_varlen = result._compiled(model, result.cb_config.varlen_compile_config)
         result._compiled_decode = result._compiled(model, result.cb_config.decode_compile_config)
         if result.steps:  # others run eagerly, or do until theirs are built
@@ -264,32 +265,17 @@ class Runner(continuous_api.ModelRunner):
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
         args = model, batch_data, *self.inputs_and_outputs.get_cb_kwargs()
-        with self._with_times(model, batch_data):
-            is_ready = step.is_ready(*args)
-            if not is_ready and self.asking_rank is not None:
-                step.ask(*args, rank=self.asking_rank)
+        is_ready = step.is_ready(*args)
+        if not is_ready and self.asking_rank is not None:
+            step.ask(*args, rank=self.asking_rank)
         return is_ready
-
-    @contextlib.contextmanager
-    def _with_times(self, model: Any, batch_data: dict[str, Any]) -> Iterator[torch.Tensor | None]:
-        """Times to draw with inside, without numbers, where the step makes its own."""
-        if not self.do_sample or self.draws is not None:
-            yield None
-            return
-        shape = batch_data["logits_indices"].size(0), model.config.get_text_config().vocab_size
-        with stream_context(self.inputs_and_outputs.compute_stream):
-            self.times = torch.empty(shape, device=model.device)
-        try:
-            yield self.times
-        finally:
-            self.times = None
 
     def close(self) -> None:
         """Ends what builds in the background, but for compilers."""
         self.builder.close()
 
     def _renew_times(self, rows: int) -> None:
-        """Where each request says how it draws: outside of a CUDA graph, which reads them where they are."""
+        """Outside of a CUDA graph, which reads them where they are."""
         if self.draws is None:
             return
         steps = self.inputs_and_outputs
@@ -382,17 +368,7 @@ class Runner(continuous_api.ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
         forward, is_captured = super()._get_forward_fn(use_block_table)
-        is_captured = is_captured and self.is_ready and not is_compiling_ahead()
-        if not self.do_sample or self.draws is not None:
-            return forward, is_captured
-
-        def forward_with_times(model: Any, batch: dict[str, Any], *args: Any) -> None:
-            with self._with_times(model, batch) as times:
-                assert times is not None
-                times.exponential_()
-                forward(model, batch, *args)
-
-        return forward_with_times, is_captured
+        return forward, is_captured and self.is_ready and not is_compiling_ahead()
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """As the engine does, in a launch. ``torch.multinomial``'s tokens come of the same random numbers, but from

@@ -1,5 +1,5 @@
-"""How each request of an engine draws its tokens: what ``add_request`` takes beside the engine's own ``temperature``,
-``top_k`` and ``top_p``, where ``per_request_processors`` is set."""
+"""How an engine draws its tokens, and each request where ``per_request_processors`` is set: what ``add_request`` takes
+beside the engine's own ``temperature``, ``top_k`` and ``top_p``."""
 
 from __future__ import annotations
 
@@ -48,29 +48,34 @@ class RequestDraws:
 
     A row of a request that says nothing is filled as ``torch.multinomial`` would; one with a seed by that seed and its
     token's position, whatever else is in the step; a greedy one with equal numbers, which favour no token.
+
+    The generator is the engine's own, with PyTorch's seed. Dynamo sets PyTorch's own generators back behind each trace,
+    which may be another thread's: numbers that steps had drawn meanwhile would come again.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        self._times = torch.empty(rows, vocab_size, device=device)
-        self._generator = torch.Generator(device)
+        self._times = torch.ones(rows, vocab_size, device=device)
+        self._generator = torch.Generator(device).manual_seed(torch.initial_seed())
+        self._seeded = torch.Generator(device)
 
     def renew(self, states: Sequence[RequestState], rows: int) -> torch.Tensor:
-        """For a step that chooses a token for each of ``states``, and pads them to so many rows.
+        """For a step that chooses a token for each of ``states``, and pads them to so many rows, for which nothing is
+        drawn.
 
         Returns float32[rows, vocabulary]: times of ``torch_mpk.generation.sampling.first_to_ring``.
         """
         times = self._times[:rows]
         is_greedy = [state.logit_processor_kwargs.get(GREEDY, False) for state in states]
-        if states and all(is_greedy):
+        if all(is_greedy):
             return times.fill_(1)
-        times.exponential_()
+        times[: len(states)].exponential_(generator=self._generator)
         for row, state in enumerate(states):
             seed = state.logit_processor_kwargs.get(SEED)
             if is_greedy[row]:
                 times[row].fill_(1)
             elif seed is not None:
-                self._generator.manual_seed(_mixed(seed, state.position_offset))
-                times[row].exponential_(generator=self._generator)
+                self._seeded.manual_seed(_mixed(seed, state.position_offset))
+                times[row].exponential_(generator=self._seeded)
         return times
 
 
