@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow  # compilers; tests/tasks/test_every_way.py runs s
 FP8 = {"block_rows": 128, "block_columns": 128, "x_columns": 128}
 ROWS = {"block_rows": 1, "block_columns": 0}  # a scale for each row of the weight
 GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
+INT4 = {"storage": torch.int8, "scale": torch.bfloat16, "zero": torch.bfloat16, **GROUPS}
+INT8 = {"storage": torch.int8, "scale": torch.bfloat16, "zero": torch.int8, **GROUPS, "packed": 1}
 
 
 def call(rows: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, storage: torch.dtype = E4M3,
@@ -259,6 +261,20 @@ def test_warpgroups_of_every_format(rows: int, k: int, dtype: torch.dtype, sizes
         launch(kernel, order, given, results, ())
         for result, want in zip(results, products(*given), strict=True):
             compare("y", result, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "storage"), [(2, 384, 4), (12, 640, 4), (17, 192, 4), (9, 320, 4), (17, 192, 8), (12, 384, 8)]
+)
+def test_groups_that_no_line_has_whole(rows: int, groups: int, storage: int) -> None:
+    """Some kernels find a line's scales by its number."""
+    each = (INT4 if storage == 4 else INT8) | {"block_columns": groups}
+    products = Products([call(rows, 64, 3840, **each)])
+    given = in_place(products.operands())
+    lowered = lowered_call(products, given)
+    kernel, results = emulate(lowered.graph, workers=4), fresh(lowered)
+    launch(kernel, get_args(Order)[0], given, results, ())
+    compare("y", results[0], products(*given)[0])
 
 
 @pytest.mark.gpu

@@ -187,10 +187,13 @@ class Columns : public Kernel {
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     if (auto refusal = refuses_boxes(schedule, job, kMostRows)) return refusal;
-    for (int n : job.body)
-      if (!has_whole_steps(WeightFormat::of(schedule.graph.nodes()[n])))
+    for (int n : job.body) {
+      const WeightFormat format = WeightFormat::of(schedule.graph.nodes()[n]);
+      if (!has_whole_steps(format))
         return "blocks of scales are not whole blocks of " + std::to_string(kWarpRows) + " x " +
                std::to_string(kStepColumns);
+      if (auto refusal = refuses_lines(format)) return refusal;
+    }
     return std::nullopt;
   }
 
@@ -242,7 +245,7 @@ class Columns : public Kernel {
                   "boxes are dealt out to warps that there are not");
     proof.require_plain_end();
     proof.require_scratch(0);
-    proof.require(has_whole_steps(format), "its scales are not those of whole steps");
+    proof.require(has_whole_steps(format) && !refuses_lines(format), "its scales are not those of whole steps");
     const Cutter cutter(linears, format, cut.input);
     proof.require(cutter.can_be(ColumnsCut{s, own}), "it converts x for each of several boxes");
     const int64_t bytes = cutter.staged_bytes(ColumnsCut{s, own});

@@ -24,7 +24,10 @@ class QuantizedWarpgroups : public WarpgroupsKernel {
     return kLineNs + kSliceNs * double(format.columns_of(kWarpgroupLineBytes) / kSliceColumns);
   }
 
-  std::optional<std::string> refuses_format(const Node& node) const override { return refuses_conversion(node); }
+  std::optional<std::string> refuses_format(const Node& node) const override {
+    if (auto refusal = refuses_conversion(node)) return refusal;
+    return refuses_lines(WeightFormat::of(node));
+  }
 
   codegen::JobCode emit(const codegen::JobPlace& place) const override {
     return WarpgroupsWriter(place, "QuantizedWarpgroups", "linear::compute_quantized_warpgroups",

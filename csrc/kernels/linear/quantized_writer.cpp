@@ -72,6 +72,13 @@ bool has_blocks_of_rows(const WeightFormat& f) {
          f.row_bytes() % kBoxRowBytes == 0 && (f.scales_rows() || are_rows);
 }
 
+std::optional<std::string> refuses_lines(const WeightFormat& f) {
+  const int64_t line = f.columns_of(kBoxRowBytes);
+  if (f.block_columns >= f.columns || f.block_columns % line == 0 || line % f.block_columns == 0) return std::nullopt;
+  return "a scale is for " + std::to_string(f.block_columns) + " columns, of which lines of " + std::to_string(line) +
+         " are no multiple, nor part";
+}
+
 std::optional<std::string> refuses_conversion(const Node& node) {
   constexpr int64_t kGroupColumns = 64;  // that share a scale; fewer would take too many registers
   const WeightFormat f = WeightFormat::of(node);

@@ -21,6 +21,9 @@ std::optional<std::string> refuses_boxes(const Schedule& schedule, const Job& jo
 // Whether each scale is of rows of a block of products, or of one row, and lines of 128 bytes are whole.
 bool has_blocks_of_rows(const WeightFormat& format);
 
+// Why a scale is not for whole lines of 128 bytes, nor are lines for whole blocks of columns.
+std::optional<std::string> refuses_lines(const WeightFormat& format);
+
 // Why warpgroups do not convert the node's weights in registers: numbers take scales of x's type, slice by slice.
 std::optional<std::string> refuses_conversion(const Node& node);
 
