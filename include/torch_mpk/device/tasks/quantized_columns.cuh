@@ -268,7 +268,7 @@ struct HalfByteLines {
     for (int step = 0; step < Q::kSteps; step++)
 #pragma unroll
       for (int n = 0; n < Q::kColumns; n++)
-        KeptX<V>::sum_step(x.rows + step * 256, Q::kPitch, n, lane, x.factors + step * Q::kStepFloats);
+        KeptX<V>::prepare_step(x.rows + step * 256, Q::kPitch, n, lane, x.factors + step * Q::kStepFloats);
   }
 };
 

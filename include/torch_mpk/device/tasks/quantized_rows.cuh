@@ -62,7 +62,8 @@ MPK_DEVICE void convert_x(C& c, const Job& job, uint8_t* x, float* factors) {
 #pragma unroll 1
     for (int i = c.warp; i < Q::kSteps * kColumns; i += kConsumerWarps) {
       const int step = i / kColumns;
-      KeptX<V>::sum_step(x + step * 256, RowsShape<V>::kPitch, i % kColumns, c.lane, factors + step * Q::kStepFloats);
+      KeptX<V>::prepare_step(x + step * 256, RowsShape<V>::kPitch, i % kColumns, c.lane,
+                             factors + step * Q::kStepFloats);
     }
   } else if constexpr (Q::kScalesRowsOfX) {
 #pragma unroll 1
@@ -129,7 +130,7 @@ MPK_DEVICE void prepare_stage(const OwnRows<V>& rows, uint8_t* stage, float* fac
 #pragma unroll 1
     for (int n = rows.first; n < S::kColumns; n += kProducerWarps)
       for (int step = 0; step < steps; step++)
-        KeptX<V>::sum_step(stage + step * 256, S::kPitch, n, lane, factors + step * Q::kStepFloats);
+        KeptX<V>::prepare_step(stage + step * 256, S::kPitch, n, lane, factors + step * Q::kStepFloats);
   } else {
     constexpr int kAtOnce = 2;
     convert_steps<V, kAtOnce>(

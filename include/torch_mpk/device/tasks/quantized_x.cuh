@@ -26,35 +26,39 @@ struct XSteps {
   static constexpr int kStepFloats = kFirstSums + (kKeepsX || V::kZero != kNoZero ? kStep / kGroup * kFactorRows : 0);
 };
 
-// An x that is kept. `rows`: its first row, the next rows `pitch` bytes behind; missing rows repeat the last.
+// An x that is kept. `rows`: its first row, the next rows `pitch` bytes behind.
 template <class V>
 struct KeptX {
   using Q = XSteps<V>;
   using T = typename V::T;
 
-  // A lane's eight neighbours of 32 columns.
-  MPK_DEVICE static uint4 neighbours(const uint8_t* rows, int pitch, int i, int n, int lane) {
-    const uint32_t row = min(8 * n + lane / 4, V::kBatch - 1);
-    return *reinterpret_cast<const uint4*>(rows + row * pitch + i * 64 + lane % 4 * 16);
-  }
-  // The same in the order of weights, for two products.
+  // Where a lane has eight neighbours of 32 columns.
+  MPK_DEVICE static int place_of(int pitch, int row, int i, int lane) { return row * pitch + i * 64 + lane % 4 * 16; }
+  // The same for two products, of columns that `prepare_step` has put in order. Missing rows repeat the last.
   MPK_DEVICE static void load(const uint8_t* rows, int pitch, int i, int n, int lane, ptx::Pair (&pairs)[2]) {
-    const uint4 words = neighbours(rows, pitch, i, n, lane);
-    pairs[0] = {ptx::choose_bytes(words.x, words.z, 0x5410), ptx::choose_bytes(words.x, words.z, 0x7632)};
-    pairs[1] = {ptx::choose_bytes(words.y, words.w, 0x5410), ptx::choose_bytes(words.y, words.w, 0x7632)};
+    const int row = min(8 * n + lane / 4, V::kBatch - 1);
+    const uint4 words = *reinterpret_cast<const uint4*>(rows + place_of(pitch, row, i, lane));
+    pairs[0] = {words.x, words.y}, pairs[1] = {words.z, words.w};
   }
-  // Finds the sums of a step's groups for eight rows, as products with ones.
-  MPK_DEVICE static void sum_step(const uint8_t* rows, int pitch, int n, int lane, float* to) {
+  // Finds the sums of a step's groups for eight rows, as products with ones, and puts their columns in the order of
+  // weights.
+  MPK_DEVICE static void prepare_step(uint8_t* rows, int pitch, int n, int lane, float* to) {
     constexpr uint32_t kOnes = FourBits<T>::kOnes;
     constexpr int kSlices = Q::kGroup / 32;
+    const int row = 8 * n + lane / 4;
 #pragma unroll
     for (int group = 0; group < Q::kStep / Q::kGroup; group++) {
       SumFragment sums[2] = {};
 #pragma unroll
       for (int i = 0; i < kSlices; i++) {
-        const uint4 words = neighbours(rows, pitch, group * kSlices + i, n, lane);
+        uint4 words{};
+        uint4* place = reinterpret_cast<uint4*>(rows + place_of(pitch, row, group * kSlices + i, lane));
+        if (row < V::kBatch) words = *place;
         ptx::mma<T>(sums[0], {kOnes, kOnes, kOnes, kOnes}, {words.x, words.y});
         ptx::mma<T>(sums[1], {kOnes, kOnes, kOnes, kOnes}, {words.z, words.w});
+        if (row < V::kBatch)
+          *place = {ptx::low_halves(words.x, words.z), ptx::high_halves(words.x, words.z),
+                    ptx::low_halves(words.y, words.w), ptx::high_halves(words.y, words.w)};
       }
       float2* place = reinterpret_cast<float2*>(to + group * Q::kFactorRows + 8 * n);
       if (lane < 4) place[lane] = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
