@@ -58,8 +58,12 @@ std::string staged_bytes(const Variants& variants) {
 std::string stages(const KernelContext& context, const Variants& variants) {
   const bool has_stages = context.has_swizzle || std::ranges::any_of(variants.codes(), &JobCode::has_stages);
   const std::string staged_end = "kStagedOffset + round_up(kStagedBytes)", alignment = str(kBoxAlignment);
-  const std::string flags =
-      member("bool", "kHasBoxes", truth(context.has_swizzle)) + member("bool", "kHasStages", truth(has_stages));
+  bool joins_boxes = false;
+  for (const Phase& phase : context.schedule.phases)
+    for (const Job& job : phase.jobs) joins_boxes |= job.cut.shape && job.cut.shape->joins_boxes();
+  const std::string flags = member("bool", "kHasBoxes", truth(context.has_swizzle)) +
+                            member("bool", "kJoinsBoxes", truth(joins_boxes)) +
+                            member("bool", "kHasStages", truth(has_stages));
   if (!has_stages) return flags + member("int", "kRingOffset", staged_end);
   return flags + member("int", "kStagesOffset", staged_end) +
          member("int", "kRingOffset",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, get_args
 
 import pytest
@@ -209,10 +210,13 @@ class Products:
 
     def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
         left, results = list(operands), []
-        for i, each in enumerate(self.calls):
+        for each, of_call in zip(self.calls, self.inputs(x), strict=True):
             given = [None if t is None else left.pop(0) for t in each.operands[1:]]
-            results.append(torch.ops.mpk.quantized_linear(x * (i + 2), *given, **each.attrs))
+            results.append(torch.ops.mpk.quantized_linear(of_call, *given, **each.attrs))
         return results
+
+    def inputs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * (i + 2) for i in range(len(self.calls))]
 
 
 # The same with many rows of x.
@@ -275,6 +279,46 @@ def test_groups_that_no_line_has_whole(rows: int, groups: int, storage: int) -> 
     kernel, results = emulate(lowered.graph, workers=4), fresh(lowered)
     launch(kernel, get_args(Order)[0], given, results, ())
     compare("y", results[0], products(*given)[0])
+
+
+class Gated(Products):
+    """Gate and up, of one input."""
+
+    def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        gate, up = super().__call__(x, *operands)
+        return [torch.nn.functional.silu(gate) * up]
+
+    def inputs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "workers", "passes", "weight"),
+    [
+        (24, 512, 5, 2, {"n": 768, **FP8}),  # of three tiles, two and one
+        (12, 1024, 12, 1, {"n": 800, "x_columns": -1, **ROWS}),
+        (32, 512, 3, 2, {"n": 400, **FP8}),  # rows that are not there
+        (32, 1024, 3, 2, {"n": 476, **INT4}),
+        (17, 2048, 8, 1, {"n": 256, "storage": torch.int8, **ROWS}),
+        (9, 4096, 4, 1, {"n": 384, **INT4}),
+    ],
+    ids=str,
+)
+def test_gate_and_up_share_boxes(rows: int, k: int, workers: int, passes: int, weight: dict[str, Any]) -> None:
+    products = Gated([call(rows, k=k, **weight) for _ in range(2)])
+    given = in_place(products.operands())
+    lowered = lowered_call(products, given)
+    kernel = emulate(lowered.graph, workers=workers)
+    cuts = [job.cut for phase in kernel.schedule.phases for job in phase.jobs]
+    [cut] = [cut for cut in cuts if cut.kernel.endswith(".warpgroups")]
+    assert cut.shape is not None
+    assert (cut.shape.tile_rows, cut.shape.parts, cut.shape.chunk_parts) == (32, 2, 2)
+    share = math.ceil(cut.num_tiles / workers)
+    assert math.ceil(share / cut.fields["mainloop_tiles"]) == passes
+    for order in get_args(Order):
+        results = fresh(lowered)
+        launch(kernel, order, given, results, ())
+        compare("y", results[0], products(*given)[0])
 
 
 @pytest.mark.gpu
@@ -508,7 +552,7 @@ def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kerne
 
 
 # Bytes of what a launch keeps from phase to phase that are in local memory during a phase: no loop reads them.
-KEPT = {("fp8", 24): 8, ("int4", 16): 20, ("int4", 64): 60, ("int8", 64): 12}
+KEPT = {("fp8", 24): 8, ("int4", 16): 24, ("int4", 32): 60, ("int4", 64): 216, ("int8", 64): 16}
 
 
 @pytest.mark.parametrize(

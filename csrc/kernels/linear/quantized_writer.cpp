@@ -104,7 +104,7 @@ StreamRow BoxedWriter::stream_row() const {
   row.stream.entries = 1;
   row.stream.by_entries = inverse(1);
   row.stream.rotates = by_rows_ ? 0 : 1;
-  row.stream.by_rows = by_rows_ ? 1 : 0;
+  row.stream.box_order = shape_.joins_boxes() ? kJoined : by_rows_ ? kByRows : kByChunks;
   row.run = static_cast<uint32_t>(mainloop_tiles_);
   return row;
 }

@@ -15,6 +15,8 @@ constexpr int64_t kLeastColumns = 256, kMostColumns = 512;  // of a stage of x
 constexpr int64_t kWideStageBytes = 16 * 1024;              // the most of a stage that is wider than it must be
 constexpr int64_t kMostStageBytes = 96 * 1024;              // of all stages of x
 constexpr int64_t kMostSplit = 4;
+constexpr int64_t kFewRows = 32;  // of x: more leave no registers for sums of other boxes
+constexpr int64_t kMostHeld = 3;  // boxes whose sums a warpgroup has, where they have all parts of a tile
 
 struct WarpgroupsCut : TileShape, WarpgroupsFields {};
 
@@ -25,19 +27,26 @@ class Cutter {
   Cutter(const Linears& job, const WeightFormat& format, double line_ns)
       : job_(job), format_(format), line_ns_(line_ns) {}
 
-  // The fastest over split_k and the height of boxes.
+  // The fastest over split_k, the height of boxes, and whether parts share them.
   WarpgroupsCut best() const {
-    WarpgroupsCut best = cut(kWarpgroupWarps * kWarpRows, 1);
+    WarpgroupsCut best = cut(kWarpgroupRows, 1);
+    const auto consider = [&](const WarpgroupsCut& c) {
+      if (can_split(c) && nanoseconds(c) < nanoseconds(best)) best = c;
+    };
     for (int64_t split = 1; split <= std::min(kMostSplit, job_.workers); split *= 2)
-      for (int64_t rows = kWarpgroupWarps * kWarpRows; rows > 0; rows -= 8)
-        if (const WarpgroupsCut c = cut(rows, split); can_split(c) && nanoseconds(c) < nanoseconds(best)) best = c;
+      for (int64_t rows = kWarpgroupRows; rows > 0; rows -= 8) consider(cut(rows, split));
+    if (job_.parts > 1 && job_.batch <= kFewRows)
+      for (int64_t rows = kWarpgroupRows / job_.parts / kWarpRows * kWarpRows; rows > 0; rows -= kWarpRows)
+        consider(cut(rows, 1, job_.parts));
     return best;
   }
 
   // See RowsShape in linear_rows_shape.cuh.
   int64_t staged_bytes(const WarpgroupsCut& c) const {
-    const int64_t boxes = c.mainloop_tiles * c.parts, turns = boxes == 1 ? kWarpgroups : 1;
-    const int64_t sums = turns * boxes * divide_up(c.tile_rows, kWarpRows) * x_rows(job_.batch) * kSumPitch * 4;
+    const int64_t boxes = c.mainloop_tiles * c.parts / c.chunk_parts;
+    const int64_t turns = boxes == 1 || c.joins_boxes() ? kWarpgroups : 1;
+    const int64_t blocks = turns * boxes * divide_up(c.rows_in_entry(), kWarpRows);
+    const int64_t sums = blocks * x_rows(job_.batch) * kSumPitch * 4;
     return std::max(c.stages * stage_bytes(c.stage_columns), sums) + kBoxAlignment;
   }
 
@@ -57,7 +66,7 @@ class Cutter {
     const double rows = share * double(c.tile_rows * job_.parts), weights = rows * double(c.row_bytes) / split;
     const double passes = double(divide_up(int64_t(share), c.mainloop_tiles));
     const double x = passes * double(job_.batch * job_.size * job_.element) / split;
-    const double lines = share * double(job_.parts * c.chunks()) / split / kWarpgroups;
+    const double lines = share * double(c.entries()) / split / kWarpgroups;
     const double products = std::max({weights / costs.memory_bytes_per_ns, x / few.stages_bytes_per_ns,
                                       (weights + x) / few.bytes_per_ns, lines * line_ns_});
     const double sums = 8 * rows / split * double(job_.batch) * (split - 1);  // sent, and as many received
@@ -65,8 +74,11 @@ class Cutter {
   }
 
  private:
-  // Boxes whose sums a warpgroup has in registers.
-  int64_t boxes_held() const { return job_.batch <= 32 ? 2 : 1; }
+  // Tiles whose sums warpgroups have in registers: all of those that they multiply in turns, else each has its own.
+  int64_t tiles_held(const WarpgroupsCut& c) const {
+    if (c.joins_boxes()) return kMostHeld;
+    return std::max<int64_t>(kWarpgroups * (job_.batch <= kFewRows ? 2 : 1) / job_.parts, 1);
+  }
   int64_t stage_bytes(int64_t columns) const { return x_rows(job_.batch) * columns * job_.element; }
   // As wide a stage as has few bytes: warpgroups wait for each.
   int64_t stage_columns(int64_t split) const {
@@ -77,17 +89,16 @@ class Cutter {
     return columns;
   }
 
-  WarpgroupsCut cut(int64_t box_rows, int64_t split) const {
-    WarpgroupsCut c{{box_rows, job_.parts, 1, format_.row_bytes(), kWarpgroupLineBytes}, {}};
+  WarpgroupsCut cut(int64_t tile_rows, int64_t split, int64_t parts_of_box = 1) const {
+    WarpgroupsCut c{{tile_rows, job_.parts, parts_of_box, format_.row_bytes(), kWarpgroupLineBytes}, {}};
     c.is_boxed = true;
     c.readers = kWarpgroupWarps;
     c.in_flight = std::min<int64_t>(entries_in_flight(kMinSlotBytes) * kMinSlotBytes / c.entry_bytes(), kMaxSlots);
     c.split = split;
     c.stage_columns = stage_columns(split);
     c.stages = std::clamp<int64_t>(kMostStageBytes / stage_bytes(c.stage_columns), 1, kStages);
-    const int64_t share = divide_up(job_.tiles(box_rows), job_.workers / split);
-    const int64_t most = std::max<int64_t>(kWarpgroups * boxes_held() / job_.parts, 1);
-    c.mainloop_tiles = std::max<int64_t>(divide_up(share, divide_up(share, most)), 1);
+    const int64_t share = divide_up(job_.tiles(tile_rows), job_.workers / split);
+    c.mainloop_tiles = std::max<int64_t>(divide_up(share, divide_up(share, tiles_held(c))), 1);
     return c;
   }
 
@@ -124,7 +135,8 @@ StreamRow WarpgroupsWriter::stream_row() const {
 std::string WarpgroupsWriter::shape_constants() const {
   using namespace codegen;
   return constant("kBoxRows", shape_.tile_rows) + constants(own_) + constant("kEpilogueTiles", own_.mainloop_tiles) +
-         flag("kByWarpgroups", true) + flag("kBoxesOfX", true) + constant("kXRows", x_rows(batch_)) +
+         flag("kJoinsParts", shape_.joins_boxes()) + flag("kByWarpgroups", true) + flag("kBoxesOfX", true) +
+         constant("kXRows", x_rows(batch_)) +
          returning("const void*", "map_of_x(const Job& job)", "job.pointer<const void>(" + str(map_of_x_) + ")");
 }
 
@@ -185,10 +197,13 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
                 "weights and x do not come in boxes");
   const TileShape& s = *cut.shape;
   const auto own = fields_of<WarpgroupsFields>(cut);
-  proof.require(s.chunk_parts == 1 && s.readers == kWarpgroupWarps && !proof.schedule().warps.all_read_entries,
+  proof.require(s.readers == kWarpgroupWarps && !proof.schedule().warps.all_read_entries,
                 proof.str(s.readers) + " warps do not multiply a box together");
   const bool is_line = s.chunk_bytes == kWarpgroupLineBytes && s.tile_rows % 8 == 0;
-  proof.require(is_line && s.tile_rows <= kWarpgroupWarps * kWarpRows, "a box is not a line of rows of a warpgroup");
+  proof.require(is_line && s.rows_in_entry() <= kWarpgroupRows, "a box is not a line of rows of a warpgroup");
+  const bool are_whole = s.chunk_parts == s.parts && s.tile_rows % kWarpRows == 0 && own.mainloop_tiles <= kMostHeld;
+  proof.require(s.chunk_parts == 1 || are_whole,
+                "boxes do not have all parts, a warp has rows of two, or a warpgroup more sums than registers");
   proof.require(own.mainloop_tiles > 0 && own.split > 0 && own.stages > 0 && own.stages <= kStages,
                 "a pass has no tiles, or stages have no barriers");
   const Linears linears(proof.schedule(), proof.job());

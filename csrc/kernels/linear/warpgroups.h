@@ -13,6 +13,7 @@
 namespace mpk {
 
 constexpr int64_t kWarpgroupLineBytes = 128;  // of a row of weights, that an entry of the ring has
+constexpr int64_t kWarpgroupRows = kWarpgroupWarps * kWarpRows;
 
 struct WarpgroupsFields {
   int64_t mainloop_tiles = 1;  // tiles of one mainloop

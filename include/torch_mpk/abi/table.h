@@ -47,9 +47,8 @@ struct JobRow {
 // rows. It takes `entries` entries. An entry holds a chunk of those rows, side by side, of `chunk_parts` of the parts:
 // all chunks of the first parts, then those of the next.
 //
-// Where `chunk_parts` is 0, matrices are streamed as boxes, in the copy engine's swizzle: chunk after chunk of a pass
-// of StreamRow::run tiles, and for each chunk the boxes of all parts of all tiles. `entries` is then split_k, see
-// shared_span.
+// Where `chunk_parts` is 0, matrices are streamed as boxes, in the copy engine's swizzle, in a BoxOrder. `entries` is
+// then split_k, see shared_span.
 struct Stream {
   uint32_t tile_rows, parts, chunk_parts;
   uint32_t row_bytes, chunk_bytes;  // of one matrix, multiples of kAccessBytes; a row's last chunk may be shorter
@@ -58,7 +57,14 @@ struct Stream {
   uint32_t by_chunks, by_entries;   // their inverses, see quotient
   uint32_t in_flight;               // see entries_in_flight
   uint32_t rotates;                 // with boxes: 1 if each worker begins with another chunk, else 0
-  uint32_t by_rows;                 // with boxes: 1 if all chunks of a box follow each other, else 0
+  uint32_t box_order;               // with boxes: a BoxOrder
+};
+
+// How the boxes of a pass of StreamRow::run tiles follow each other.
+enum BoxOrder : uint32_t {
+  kByChunks,  // chunk after chunk, and for each chunk the boxes of all parts of all tiles
+  kByRows,    // all chunks of a box, then those of the next
+  kJoined,    // chunk after chunk, where the boxes of a tile's parts share an entry, one behind the other
 };
 
 struct MatrixRow {

@@ -161,9 +161,16 @@ struct Loader : Launch<Kernel>, PhaseClock<Kernel, LoaderStamps> {
 #pragma unroll 1
     for (uint32_t first = mine.begin; first < mine.end && !failed; first += row.run) {
       const Span pass{first, min(mine.end, first + row.run)};
-      const uint32_t end = ring.entry + (pass.end - pass.begin) * stream.parts * stream.chunks;
-      ring.entry = fill_boxes(ring, stream, job.refs(), matrices, pass, part * stream.chunks,
-                              group % stream.chunks * stream.rotates, phase);
+      const uint32_t begin = part * stream.chunks, from = group % stream.chunks * stream.rotates;
+      uint32_t end = ring.entry + (pass.end - pass.begin) * stream.parts * stream.chunks;
+      const auto fill = [&] { return fill_boxes(ring, stream, job.refs(), matrices, pass, begin, from, phase); };
+      if constexpr (Kernel::kJoinsBoxes) {
+        const bool joins = stream.box_order == kJoined;
+        if (joins) end = ring.entry + (pass.end - pass.begin) * stream.chunks;
+        ring.entry = joins ? fill_joined_boxes(ring, stream, job.refs(), matrices, pass, begin, from, phase) : fill();
+      } else {
+        ring.entry = fill();
+      }
       failed = ring.entry != end;
       if constexpr (kProfiled<Kernel>)
         for (uint32_t i = 0; i < job.row->num_matrices; i += stream.parts)

@@ -10,6 +10,7 @@
 //   static constexpr int kRowBytes;                                      // of a row of the table
 //   static constexpr int kRowsOffset, kStagedOffset, kRingOffset;        // shared memory, see Shared
 //   static constexpr bool kHasBoxes;                                     // some entries of the ring are boxes
+//   static constexpr bool kJoinsBoxes;                                   // some have several, see BoxOrder
 //   static constexpr bool kHasStages;                                    // some jobs use StageBarriers
 //   static constexpr int kStagesOffset;                                  // then
 //   static constexpr int64_t kEventsOffset, kTicketsOffset, kStallsOffset, kOutputsOffset;

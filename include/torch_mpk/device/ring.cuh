@@ -242,25 +242,63 @@ struct Box {
   }
 };
 
-// The same with boxes: chunk after chunk of all tiles, part by part, for `s.chunks` chunks of a row from number `begin`
-// on; or, with s.by_rows, all chunks of a box, then those of the next. They start at chunk `first` and wrap around.
-// `maps`: addresses of the matrices' maps.
+// Those of a tile's parts, which have `maps`.
+struct JoinedBoxes {
+  const uint64_t* maps;
+  uint32_t parts, tile, row, block, bytes;  // bytes: of a box
+
+  MPK_DEVICE void start(uint8_t* to, uint64_t* full) const {
+    ptx::mbar_arrive_expect(full, parts * bytes);
+#pragma unroll 1
+    for (uint32_t p = 0; p < parts; p++)
+      ptx::box_load(to + p * bytes, reinterpret_cast<const void*>(maps[p]), row, block, full);
+  }
+};
+
+// Where the tiles from `first` on have their matrices: advances `matrix` to the first part's of a tile, and returns
+// the tile's first row.
+MPK_DEVICE uint32_t find_matrix(const Stream& s, const MatrixRow* matrices, uint32_t tile, uint32_t& matrix) {
+#pragma unroll 1
+  while (tile >= matrices[matrix].end_tile) matrix += s.parts;
+  return (tile - matrices[matrix].first_tile) * s.tile_rows;
+}
+
+// The same with boxes, in the order of `s`, for `s.chunks` chunks of a row from number `begin` on. They start at chunk
+// `first` and wrap around. `maps`: addresses of the matrices' maps.
 template <int slots, int slot_bytes>
 MPK_OUT_OF_LINE uint32_t fill_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
                                     const MatrixRow* matrices, Span tiles, uint32_t begin, uint32_t first,
                                     uint32_t phase) {
   const uint32_t boxes = (tiles.end - tiles.begin) * s.parts, count = boxes * s.chunks;
   return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
-    const uint32_t at = min(number, count - 1), inner = s.by_rows != 0 ? s.chunks : boxes;
+    const bool by_rows = s.box_order != kByChunks;
+    const uint32_t at = min(number, count - 1), inner = by_rows ? s.chunks : boxes;
     const uint32_t outer = at / inner, rest = at - outer * inner;
-    const uint32_t box = s.by_rows != 0 ? outer : rest, turn = s.by_rows != 0 ? rest : outer;
+    const uint32_t box = by_rows ? outer : rest, turn = by_rows ? rest : outer;
     const uint32_t chunk = begin + chunk_at(turn, first, s.chunks), tile = box / s.parts;
     uint32_t matrix = 0;
-#pragma unroll 1
-    while (tiles.begin + tile >= matrices[matrix].end_tile) matrix += s.parts;
-    const uint32_t row = (tiles.begin + tile - matrices[matrix].first_tile) * s.tile_rows;
+    const uint32_t row = find_matrix(s, matrices, tiles.begin + tile, matrix);
     const void* map = reinterpret_cast<const void*>(maps[matrix + box - tile * s.parts]);
     return Box{map, tiles.begin + tile, row, chunk * (s.chunk_bytes / 128), s.tile_rows * s.chunk_bytes};
+  });
+}
+
+// The same where the parts' boxes are joined.
+template <int slots, int slot_bytes>
+MPK_OUT_OF_LINE uint32_t fill_joined_boxes(RingWriter<slots, slot_bytes> w, Stream s, const uint64_t* maps,
+                                           const MatrixRow* matrices, Span tiles, uint32_t begin, uint32_t first,
+                                           uint32_t phase) {
+  const uint32_t boxes = tiles.end - tiles.begin, count = boxes * s.chunks;
+  return fill_entries(w, count, s.in_flight, phase, [&](uint32_t number) {
+    const uint32_t at = min(number, count - 1), turn = at / boxes, tile = tiles.begin + at - turn * boxes;
+    uint32_t matrix = 0;
+    const uint32_t row = find_matrix(s, matrices, tile, matrix);
+    return JoinedBoxes{maps + matrix,
+                       s.parts,
+                       tile,
+                       row,
+                       (begin + chunk_at(turn, first, s.chunks)) * (s.chunk_bytes / 128),
+                       s.tile_rows * s.chunk_bytes};
   });
 }
 
@@ -337,12 +375,14 @@ struct RingReader {
     return __all_sync(~0u, reached(issued, g + 1) && ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1));
   }
 
-  // Whether that of both entries has, of which the second one is issued later.
-  MPK_DEVICE bool has(uint32_t first, uint32_t second) {
-    look(second);
-    const bool are_there = ptx::mbar_peek(&ring.full[first % slots], (first / slots) & 1) &
-                           ptx::mbar_peek(&ring.full[second % slots], (second / slots) & 1);
-    return __all_sync(~0u, reached(issued, second + 1) && are_there);
+  // Whether that of several entries has, of which the last one is issued last.
+  template <int count>
+  MPK_DEVICE bool has(const uint32_t (&entries)[count]) {
+    look(entries[count - 1]);
+    bool are_there = reached(issued, entries[count - 1] + 1);
+#pragma unroll
+    for (uint32_t g : entries) are_there &= ptx::mbar_peek(&ring.full[g % slots], (g / slots) & 1);
+    return __all_sync(~0u, are_there);
   }
 
   // Waits for the data of entry g, which is certain to come.

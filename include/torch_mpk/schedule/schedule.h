@@ -62,6 +62,8 @@ struct TileShape {
   int64_t x_rows = 0;
 
   int64_t rows_in_entry() const { return chunk_parts * tile_rows + x_rows; }
+  // Whether an entry has a box of each part, and the kernel has no loader of its own.
+  bool joins_boxes() const { return is_boxed && x_rows == 0 && chunk_parts > 1; }
   int64_t chunks() const { return (row_bytes + chunk_bytes - 1) / chunk_bytes; }  // of a row
   int64_t entries() const { return parts / chunk_parts * chunks(); }              // of a tile
   int64_t entry_bytes() const { return rows_in_entry() * chunk_bytes; }

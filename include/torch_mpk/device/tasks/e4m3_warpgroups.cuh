@@ -3,7 +3,8 @@
 //
 // They add e4m3 products up with fewer bits than fp32 has, and scales change from one 128 columns, a line, to the next.
 // So a line's sums go to other registers, times the scales of its columns. With up to 32 rows of x a warpgroup takes
-// two lines at a time, of two boxes or of one, and adds the first one's sums while the second one is multiplied.
+// several lines at a time, those of its boxes or two of one, and adds the first one's sums while the others are
+// multiplied.
 #pragma once
 
 #include "torch_mpk/device/quantized.cuh"
@@ -19,58 +20,104 @@ concept E4M3WarpgroupsVariant =
       { V::x_scales(job) } -> Same<const float*>;
     };
 
-// The scales of a line: of a lane's two rows of weights, unless V::finish applies them, and of some rows of x, which
-// lanes exchange.
+// The scales of x in a line. Lanes load one or two of them each, of row after row.
 template <class V>
-struct E4M3LineScales {
+struct XLineScales {
   static constexpr int kOfLane = (V::kXRows + 31) / 32;
-  float weights[2], mine[kOfLane];
+  const float* scales;
+  int lane;
 
-  MPK_DEVICE void load(const Job& job, const WarpRows& rows, uint32_t line, int lane) {
-    constexpr int kStep = V::kChunkSize;
+  MPK_DEVICE XLineScales(const Job& job, int lane) : scales(V::x_scales(job)), lane(lane) {}
+  MPK_DEVICE void load(float (&to)[kOfLane], uint32_t line) const {
+    const float* from = scales + (line * V::kChunkSize / V::kXScaleColumns) * V::kXScaleStep;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if constexpr (V::kScalesByRow) {
-        weights[i] = 1;
-      } else {
-        const uint32_t n = min(rows.first + lane / 4 + 8 * i, rows.last) / V::scale_rows(rows.which);
-        weights[i] = to_float(*place_of_scale<V>(job, rows.which, n, line * kStep / V::kScaleColumns));
+    for (int i = 0; i < kOfLane; i++) to[i] = from[min(lane + 32 * i, V::kBatch - 1) * V::kXScalePitch];
+  }
+  // Gives a lane those of its sums' rows of x.
+  MPK_DEVICE void share(float (&to)[V::kXRows / 4], const float (&loaded)[kOfLane]) const {
+#pragma unroll
+    for (int j = 0; j < V::kXRows / 4; j++) {
+      const int row = j / 2 * 8 + j % 2;
+      to[j] = __shfl_sync(~0u, loaded[row / 32], row % 32 + lane % 4 * 2);
+    }
+  }
+};
+
+// The scales of a lane's rows of weights in a line, where V::finish does not apply them. Blocks of scales have whole
+// eights of rows, and a warp's 16 rows begin at a multiple of 16 or of 8.
+template <class V, int held, bool there = !V::kScalesByRow>
+struct WeightLineScales {
+  static constexpr int kOfLane = V::kBoxRows % kWarpRows == 0 ? 1 : 2;
+  const typename V::Scale* scales[held][kOfLane];  // of the first column of each box
+  int which[held];
+
+  MPK_DEVICE WeightLineScales(const Job& job, Span pass, const OwnLines<V>& own, uint32_t warp, int lane) {
+#pragma unroll
+    for (int h = 0; h < held; h++) {
+      const WarpRows rows = WarpRows::of<V>(pass, min(own.box(h), own.boxes - 1), warp);
+      which[h] = rows.which;
+#pragma unroll
+      for (int i = 0; i < kOfLane; i++) {
+        const uint32_t n = min(kOfLane == 1 ? rows.first : rows.first + lane / 4 + 8 * i, rows.last);
+        scales[h][i] = place_of_scale<V>(job, rows.which, n / V::scale_rows(rows.which), 0);
       }
     }
-    const float* scales = V::x_scales(job) + (line * kStep / V::kXScaleColumns) * V::kXScaleStep;
-#pragma unroll
-    for (int i = 0; i < kOfLane; i++) mine[i] = scales[min(lane + 32 * i, V::kBatch - 1) * V::kXScalePitch];
   }
-  // Finds the scale of row `r` of x, or of a row behind it in lanes that have other columns of sums.
-  MPK_DEVICE float x(int r, int lane) const { return __shfl_sync(~0u, mine[r / 32], r % 32 + lane % 4 * 2); }
+  MPK_DEVICE void load(float (&to)[kOfLane], int h, uint32_t line) const {
+    const int64_t offset = line * V::kChunkSize / V::kScaleColumns * V::scale_column_pitch(which[h]);
+#pragma unroll
+    for (int i = 0; i < kOfLane; i++) to[i] = to_float(scales[h][i][offset]);
+  }
+};
+template <class V, int held>
+struct WeightLineScales<V, held, false> {
+  static constexpr int kOfLane = 1;
+  MPK_DEVICE WeightLineScales(const Job&, Span, const OwnLines<V>&, uint32_t, int) {}
+  MPK_DEVICE void load(float (&to)[1], int, uint32_t) const { to[0] = 1; }
 };
 
 // Adds a line's products to the sums of its box, times its scales.
-template <class V>
+template <class V, int of_lane>
 MPK_DEVICE void add_line(WarpgroupSums<V::kXRows>& sums, const WarpgroupSums<V::kXRows>& products,
-                         const E4M3LineScales<V>& scales, int lane) {
+                         const float (&x)[V::kXRows / 4], const float (&weights)[of_lane]) {
 #pragma unroll
-  for (int j = 0; j < V::kXRows / 4; j++) {
-    const float x_scale = scales.x(j / 2 * 8 + j % 2, lane);
+  for (int j = 0; j < V::kXRows / 4; j++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int sum = j / 2 * 4 + half * 2 + j % 2;
-      sums[sum] = fmaf(products[sum], x_scale * scales.weights[half], sums[sum]);
+      sums[sum] = fmaf(products[sum], x[j] * weights[half % of_lane], sums[sum]);
     }
-  }
+}
+
+// Waits for the j-th of `count` lines.
+template <int count>
+MPK_DEVICE void await_line(int j) {
+  if (count > 2 && j == 0)
+    ptx::await_products<2>();
+  else if (j + 1 < count)
+    ptx::await_products<1>();
+  else
+    ptx::await_products<0>();
 }
 
 // A warpgroup's mainloop, of `held` boxes, `count` lines at a time.
 template <class V, int held, int count, class C>
 MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
   using S = RowsShape<V>;
+  constexpr int kBoxes = OwnLines<V>::template boxes_together<held, count>(), kColumns = count / kBoxes;
   const OwnLines<V> own(pass, c.warp);
-  const uint32_t first = c.worker(job) % V::kSplit * S::kChunks, warp = c.warp % kWarpgroupWarps;
-  E4M3LineScales<V> next[count];
+  const uint32_t first = c.worker(job) % V::kSplit * S::kChunks;
+  const bool has_boxes = own.box(0) < own.boxes;
+  using XScales = XLineScales<V>;
+  using WeightScales = WeightLineScales<V, held>;
+  const XScales x_scales(job, c.lane);
+  const WeightScales weight_scales(job, pass, own, c.warp % kWarpgroupWarps, c.lane);
+  float next_x[kColumns][XScales::kOfLane] = {}, next_weights[count][WeightScales::kOfLane] = {};
   WarpgroupSums<V::kXRows> products[count] = {};
-  const auto load = [&](uint32_t box, uint32_t chunk, int j) {
-    if (box < own.boxes && chunk < S::kChunks)
-      next[j].load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
+  const auto load = [&](int h, uint32_t chunk, int j) {
+    if (!has_boxes || chunk >= S::kChunks) return;
+    if (j % kBoxes == 0) x_scales.load(next_x[j / kBoxes], first + chunk);
+    weight_scales.load(next_weights[j], h, first + chunk);
   };
   own.template each<held, count>(
       c, products, stages, load, [&](const OwnLine(&lines)[count], const uint8_t* x, auto load_next) {
@@ -82,21 +129,35 @@ MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums
           multiply_byte_blocks<V::kXRows>(products[j], line, x + lines[j].i * S::kBlockPitch);
           ptx::commit_products();
         }
-        E4M3LineScales<V> scales[count];
+        float of_x[kColumns][V::kXRows / 4], of_weights[count][WeightScales::kOfLane];
 #pragma unroll
-        for (int j = 0; j < count; j++) scales[j] = next[j];
+        for (int i = 0; i < kColumns; i++) x_scales.share(of_x[i], next_x[i]);
+#pragma unroll
+        for (int j = 0; j < count; j++)
+#pragma unroll
+          for (int i = 0; i < WeightScales::kOfLane; i++) of_weights[j][i] = next_weights[j][i];
         load_next();
 #pragma unroll
         for (int j = 0; j < count; j++) {
-          if (j + 1 < count)
-            ptx::await_products<count - 1>();
-          else
-            ptx::await_products<0>();
+          await_line<count>(j);
           ptx::hold_sums(products[j]);
           c.ring.release_share(lines[j].entry);
-          add_line<V>(sums[lines[j].h], products[j], scales[j], c.lane);
+          add_line<V>(sums[lines[j].h], products[j], of_x[j / kBoxes], of_weights[j]);
         }
       });
+}
+
+// A loop for each number of boxes that a warpgroup may have, up to `held`.
+template <class V, int held, class C>
+MPK_DEVICE void multiply_held(C& c, const Job& job, Span pass, HeldSums<V>& sums, const uint8_t* stages) {
+  static_assert(held <= 3);
+  const OwnLines<V> own(pass, c.warp);
+  if constexpr (held > 1)
+    if (own.box(held - 1) >= own.boxes) return multiply_held<V, held - 1>(c, job, pass, sums, stages);
+  // Those of both warpgroups are in slots that follow each other, and the loader may wait for room for several.
+  constexpr int kTogether = OwnLines<V>::template count_together<held>();
+  constexpr bool kHasRoom = C::Config::kSlots >= kTogether * kWarpgroups - 1 + kLeastFilled<C::Config::kSlotBytes>;
+  multiply_e4m3<V, held, kHasRoom ? kTogether : 1>(c, job, pass, sums, stages);
 }
 
 template <class V, class C>
@@ -106,15 +167,7 @@ MPK_DEVICE void compute_e4m3_warpgroups(C& c, const Job& job) {
   compute_by_warpgroups<V, true>(
       c, job, [](Span) {},
       [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) {
-        // Two at a time are in four slots that follow each other, and the loader may wait for room for several.
-        constexpr bool kHasRoom = C::Config::kSlots >= 3 + kLeastFilled<C::Config::kSlotBytes>;
-        constexpr int kHeld = RowsShape<V>::kHeld;
-        static_assert(kHeld <= 2);
-        if (kHeld == 1 || OwnLines<V>(pass, c.warp).box(1) >= (pass.end - pass.begin) * V::kParts)
-          multiply_e4m3<V, 1, kHasRoom && OwnLines<V>::template are_pairs<1>() ? 2 : 1>(c, job, pass, sums, stages);
-        else
-          multiply_e4m3<V, kHeld, kHasRoom && OwnLines<V>::template are_pairs<kHeld>() ? 2 : 1>(c, job, pass, sums,
-                                                                                                stages);
+        multiply_held<V, RowsShape<V>::kHeld>(c, job, pass, sums, stages);
       });
 }
 

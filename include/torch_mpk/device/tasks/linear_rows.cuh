@@ -64,7 +64,8 @@ struct PassSums {
 
   // The sum of row `r` of x with row `local` of a part of the weights.
   MPK_DEVICE float at(uint32_t r, uint32_t local, int part) const {
-    const uint32_t box = local / V::kBoxRows * V::kParts + part, row = local % V::kBoxRows;
+    const uint32_t box = local / V::kBoxRows * S::kBoxesOfTile + (S::kJoinsParts ? 0 : part);
+    const uint32_t row = local % V::kBoxRows + (S::kJoinsParts ? part * V::kBoxRows : 0);
     const uint32_t block = box * S::kBlocksOfBox / S::kBoxesOfBlock + row / kWarpRows;
     const float* sum =
         from + block * S::kBlockFloats + r * kSumPitch + box % S::kBoxesOfBlock * V::kBoxRows + row % kWarpRows;

@@ -74,6 +74,16 @@ constexpr int held_stages() {
   }
 }
 
+// Whether a box has V::kBoxRows rows of every part, one part behind the other, where a variant says so.
+template <class V>
+constexpr bool joins_parts() {
+  if constexpr (requires { V::kJoinsParts; }) {
+    return V::kJoinsParts;
+  } else {
+    return false;
+  }
+}
+
 // Constants derived from a variant.
 template <RowsSizes V>
 struct RowsShape {
@@ -81,13 +91,18 @@ struct RowsShape {
   static constexpr int kColumns = (V::kXRows + 7) / 8;  // fragments of sums in a block
   // One or two for a warp. A warpgroup has all blocks of a box.
   static constexpr int kBoxesOfBlock = V::kByWarpgroups || V::kBoxRows > kWarpRows ? 1 : kWarpRows / V::kBoxRows;
-  static constexpr int kBlocksOfBox = V::kByWarpgroups ? (V::kBoxRows + kWarpRows - 1) / kWarpRows : 1;
-  static constexpr int kBoxBytes = V::kBoxRows * V::kChunkSize * weight_bits<V>() / 8;
+  static constexpr bool kJoinsParts = joins_parts<V>();
+  static constexpr int kBoxesOfTile = kJoinsParts ? 1 : V::kParts;
+  static constexpr int kRowsOfBox = V::kBoxRows * (V::kParts / kBoxesOfTile);
+  static constexpr int kBlocksOfBox = V::kByWarpgroups ? (kRowsOfBox + kWarpRows - 1) / kWarpRows : 1;
+  static constexpr int kBoxBytes = kRowsOfBox * V::kChunkSize * weight_bits<V>() / 8;
   static constexpr int kChunks = (V::kSize + V::kChunkSize - 1) / V::kChunkSize / V::kSplit;    // of a worker
   static constexpr int kWarps = V::kStaged ? kConsumerWarps : kConsumerWarps - kProducerWarps;  // that multiply
-  static constexpr int kMaxBoxes = V::kMainloopTiles * V::kParts;
+  static constexpr int kMaxBoxes = V::kMainloopTiles * kBoxesOfTile;
   static constexpr int kMaxBlocks = (kMaxBoxes * kBlocksOfBox + kBoxesOfBlock - 1) / kBoxesOfBlock;
-  static constexpr int kHeld = V::kByWarpgroups ? (kMaxBoxes + kWarpgroups - 1) / kWarpgroups
+  // Warpgroups that take turns at the chunks of all boxes, where these cannot be shared out equally.
+  static constexpr int kTurns = V::kByWarpgroups && (kMaxBoxes == 1 || kJoinsParts) ? kWarpgroups : 1;
+  static constexpr int kHeld = V::kByWarpgroups ? (kMaxBoxes * kTurns + kWarpgroups - 1) / kWarpgroups
                                                 : (kMaxBlocks + kWarps - 1) / kWarps;  // blocks of a warp
   // A worker's stages of x, and the chunks of a stage.
   static constexpr int kChunksOfStage = V::kStageColumns / V::kChunkSize, kNumStages = kChunks / kChunksOfStage;
@@ -108,9 +123,7 @@ struct RowsShape {
       V::kBoxesOfX ? (kBytesOfX + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment : V::kBatch * kPitch;
   // Sums of a block in shared memory, [row of x][row of weights], free of bank conflicts.
   static constexpr int kBlockFloats = 8 * kColumns * kSumPitch;
-  static constexpr int kSumBlocks = V::kByWarpgroups      ? (kMaxBoxes == 1 ? kWarpgroups : 1) * kMaxBlocks
-                                    : kMaxBlocks > kWarps ? kMaxBlocks
-                                                          : kWarps;
+  static constexpr int kSumBlocks = V::kByWarpgroups ? kTurns * kMaxBlocks : kMaxBlocks > kWarps ? kMaxBlocks : kWarps;
   static constexpr int kXBytes = V::kStaged ? kStageBytes : kStagesHeld * kStageBytes;
   static constexpr bool kHasSubtiles = V::kEpilogueTiles < V::kMainloopTiles;
   static_assert(!kHasSubtiles || (V::kByWarpgroups && V::kEpilogueTiles * V::kParts == kWarpgroups && V::kSplit == 1 &&
@@ -169,14 +182,14 @@ struct StageState {
 template <class V>
 struct Shares {
   using S = RowsShape<V>;
-  static constexpr uint32_t kMostSharers = V::kByWarpgroups         ? (S::kMaxBoxes == 1 ? kWarpgroups : 1)
+  static constexpr uint32_t kMostSharers = V::kByWarpgroups         ? S::kTurns
                                            : S::kWarps < S::kChunks ? S::kWarps
                                                                     : S::kChunks;
   uint32_t blocks, sharers = 1, held = 1, warps;  // warps with work, or of one sharer's turn
 
   // For the boxes of `tiles` tiles.
   MPK_DEVICE explicit Shares(uint32_t tiles)
-      : blocks((tiles * V::kParts * S::kBlocksOfBox + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
+      : blocks((tiles * S::kBoxesOfTile * S::kBlocksOfBox + S::kBoxesOfBlock - 1) / S::kBoxesOfBlock), warps(blocks) {
     if (V::kByWarpgroups) {
       sharers = kMostSharers;
     } else if (S::kMaxBlocks <= S::kWarps || blocks <= S::kWarps) {

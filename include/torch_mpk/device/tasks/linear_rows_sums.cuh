@@ -240,7 +240,7 @@ template <class V, class C>
 MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[RowsShape<V>::kHeld], uint32_t boxes,
                                       uint32_t group, const uint8_t* stages) {
   using S = RowsShape<V>;
-  constexpr bool kTakesTurns = S::kMaxBoxes == 1;
+  constexpr bool kTakesTurns = S::kTurns > 1;
   constexpr int kBlocks = V::kChunkSize / kBoxColumns;  // of a chunk
   uint32_t entry = 0;                                   // the entry being multiplied, from the second on
   bool is_first = true;

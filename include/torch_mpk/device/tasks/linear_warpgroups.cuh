@@ -9,7 +9,7 @@
 namespace mpk::linear {
 
 template <class V, class C>
-concept WarpgroupsVariant = RowsVariant<V, C> && Constants<int, V::kHeldStages>;
+concept WarpgroupsVariant = RowsVariant<V, C> && Constants<int, V::kHeldStages> && Constants<bool, V::kJoinsParts>;
 
 // A thread's sums of its warpgroup's boxes.
 template <class V>
@@ -22,42 +22,48 @@ struct OwnLine {
   uint32_t chunk, entry;
 };
 
-// Which boxes of a pass, or which lines of its only box, a warpgroup multiplies. (multiply_by_warpgroup has a loop of
+// Which boxes of a pass, or which lines of all of them, a warpgroup multiplies. (multiply_by_warpgroup has a loop of
 // its own: with this one, linears of 64 rows take more registers than there are.)
 template <class V>
 struct OwnLines {
   using S = RowsShape<V>;
-  static constexpr bool kTakesTurns = S::kMaxBoxes == 1;
-  static constexpr int kStep = kTakesTurns ? kWarpgroups : 1;  // from one of its lines of a box to the next
+  static constexpr bool kTakesTurns = S::kTurns > 1;
+  static constexpr int kStep = S::kTurns;  // from one of its lines of a box to the next
   uint32_t boxes, group;
 
   MPK_DEVICE OwnLines(Span pass, uint32_t warp)
-      : boxes((pass.end - pass.begin) * V::kParts), group(warp / kWarpgroupWarps) {}
-  MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? 0 : group + h * kWarpgroups; }
+      : boxes((pass.end - pass.begin) * S::kBoxesOfTile), group(warp / kWarpgroupWarps) {}
+  MPK_DEVICE uint32_t box(int h) const { return kTakesTurns ? h : group + h * kWarpgroups; }
   // The first line of a stage that is its own.
   MPK_DEVICE uint32_t first(uint32_t stage) const {
     return kTakesTurns ? (group + stage * S::kChunksOfStage) % kWarpgroups : 0;
   }
-  // Whether its lines of a stage can be taken two at a time: those of two boxes, or of one. With more rows of x there
-  // are too few registers: 64 rows took 8.0 ms instead of 7.5 (docs/experiments.md).
+  // How many of its lines of a stage it takes at a time: those of all of its boxes, or two of one. With more rows of x
+  // there are too few registers: 64 rows took 8.0 ms instead of 7.5 (docs/experiments.md).
   template <int held>
-  static constexpr bool are_pairs() {
-    return V::kXRows <= 32 && (held == 2 || (held == 1 && S::kChunksOfStage % (2 * kStep) == 0));
+  static constexpr int count_together() {
+    if (V::kXRows > 32) return 1;
+    return held > 1 ? held : S::kChunksOfStage % (2 * kStep) == 0 ? 2 : 1;
+  }
+  // The boxes that `count` lines are of.
+  template <int held, int count>
+  static constexpr int boxes_together() {
+    return count == held ? count : 1;
   }
 
-  // Calls `take` with the next `count` lines, which are there, and the place of their stage; and `load` with each box
-  // and line that come next, and which of them it is, before the first and in each turn. `sums` are those to which
-  // products in flight are added. A warp whose wait aborts goes on with whatever stands in the ring, since the other
-  // warps of its warpgroup cannot multiply without it. `held`: the boxes that a warpgroup has, or one for one that has
-  // none; 0 where that is not known.
+  // Calls `take` with the next `count` lines, which are there, and the place of their stage; and `load` with the box h
+  // and chunk of each that comes next, and which of them it is, before the first and in each turn. `sums` are those to
+  // which products in flight are added. A warp whose wait aborts goes on with whatever stands in the ring, since the
+  // other warps of its warpgroup cannot multiply without it. `held`: the boxes that a warpgroup has, or one for one
+  // that has none; 0 where that is not known.
   template <int held, int count, class C, int arrays, class Load, class Take>
   MPK_DEVICE void each(C& c, WarpgroupSums<V::kXRows> (&sums)[arrays], const uint8_t* stages, Load load,
                        Take take) const {
-    static_assert(count == 1 || (count == 2 && are_pairs<held>()));
-    constexpr int kBoxes = count == held ? count : 1;  // of lines that are taken together
+    static_assert(count == 1 || count == count_together<held>());
+    constexpr int kBoxes = boxes_together<held, count>();
     constexpr int kAdvance = kStep * (count / kBoxes);
 #pragma unroll
-    for (int j = 0; j < count; j++) load(box(kBoxes > 1 ? j : 0), (kTakesTurns ? group : 0) + j / kBoxes * kStep, j);
+    for (int j = 0; j < count; j++) load(kBoxes > 1 ? j : 0, (kTakesTurns ? group : 0) + j / kBoxes * kStep, j);
 #pragma unroll 1
     for (uint32_t turn = 0; turn < S::kNumStages; turn++) {
       const StageState<V> stage(c.stage + turn);
@@ -77,8 +83,7 @@ struct OwnLines {
             const int of = h + (kBoxes > 1 ? j : 0);
             lines[j] = {of, static_cast<int>(at), chunk, c.entry + chunk * boxes + box(of)};
           }
-          if (!c.failed &&
-              !(count == 1 ? c.ring.has(lines[0].entry) : c.ring.has(lines[0].entry, lines[count - 1].entry))) {
+          if (!c.failed && !has(c, lines)) {
             // A call may use registers that products in flight read or write.
 #pragma unroll
             for (auto& each : sums) ptx::await_sums(each);
@@ -89,8 +94,7 @@ struct OwnLines {
           take(lines, stages + x, [&] {
 #pragma unroll
             for (int j = 0; j < count; j++)
-              load(is_last ? box(kBoxes > 1 ? j : 0) : box(h + kBoxes + j), lines[j].chunk + (is_last ? kAdvance : 0),
-                   j);
+              load(is_last ? (kBoxes > 1 ? j : 0) : h + kBoxes + j, lines[j].chunk + (is_last ? kAdvance : 0), j);
           });
         }
       }
@@ -99,6 +103,20 @@ struct OwnLines {
     }
 #pragma unroll
     for (auto& each : sums) ptx::await_sums(each);
+  }
+
+ private:
+  // Whether lines, in the order in which they come, are there.
+  template <class C, int count>
+  MPK_DEVICE static bool has(C& c, const OwnLine (&lines)[count]) {
+    if constexpr (count == 1) {
+      return c.ring.has(lines[0].entry);
+    } else {
+      uint32_t entries[count];
+#pragma unroll
+      for (int j = 0; j < count; j++) entries[j] = lines[j].entry;
+      return c.ring.has(entries);
+    }
   }
 };
 
@@ -110,10 +128,17 @@ struct WarpRows {
 
   template <class V>
   MPK_DEVICE static WarpRows of(Span pass, uint32_t box, uint32_t warp) {
-    const uint32_t tile = pass.begin + box / V::kParts;
+    constexpr uint32_t kPartWarps = (V::kBoxRows + kWarpRows - 1) / kWarpRows;
+    if constexpr (V::kJoinsParts)
+      return of_part<V>(pass.begin + box, min(warp / kPartWarps, V::kParts - 1u), warp % kPartWarps);
+    return of_part<V>(pass.begin + box / V::kParts, box % V::kParts, warp);
+  }
+  // Those of block `block` of a tile's rows of a part.
+  template <class V>
+  MPK_DEVICE static WarpRows of_part(uint32_t tile, uint32_t part, uint32_t block) {
     const int segment = segment_of<V>(tile);
-    return {V::kParts > 1 ? static_cast<int>(box % V::kParts) : segment,
-            (tile - V::first_tile(segment)) * V::kBoxRows + warp * kWarpRows, V::num_rows(segment) - 1};
+    return {V::kParts > 1 ? static_cast<int>(part) : segment,
+            (tile - V::first_tile(segment)) * V::kBoxRows + block * kWarpRows, V::num_rows(segment) - 1};
   }
 };
 
@@ -121,14 +146,15 @@ struct WarpRows {
 template <class V, class C>
 MPK_DEVICE bool leave_sums(C& c, Span pass, const HeldSums<V>& sums, uint8_t* staged) {
   using S = RowsShape<V>;
-  const uint32_t warp = c.warp % kWarpgroupWarps, boxes = (pass.end - pass.begin) * V::kParts;
+  const uint32_t warp = c.warp % kWarpgroupWarps;
   if (c.warp < S::kWarps && warp < S::kBlocksOfBox) {
+    const OwnLines<V> own(pass, c.warp);
+    const uint32_t turn = S::kTurns > 1 ? own.group * own.boxes : 0;
     float* to = reinterpret_cast<float*>(staged + S::kSumsOffset);
 #pragma unroll
     for (int h = 0; h < S::kHeld; h++) {
-      const uint32_t box = c.warp / kWarpgroupWarps + h * kWarpgroups;  // or the turn of the lines
-      if (S::kMaxBoxes > 1 && box >= boxes) break;
-      store_block<V>(to + (box * S::kBlocksOfBox + warp) * S::kBlockFloats, sums[h], c.lane);
+      if (S::kMaxBoxes > 1 && own.box(h) >= own.boxes) break;
+      store_block<V>(to + ((turn + own.box(h)) * S::kBlocksOfBox + warp) * S::kBlockFloats, sums[h], c.lane);
     }
   }
   return c.sync();
@@ -140,8 +166,9 @@ template <class V, bool reads_scales, class C, class Fetch, class Sum>
 MPK_DEVICE void compute_by_warpgroups(C& c, const Job& job, Fetch fetch, Sum sum) {
   using S = RowsShape<V>;
   static_assert(V::kByWarpgroups && V::kBoxesOfX && !V::kStaged && V::kXRows % 8 == 0);
-  static_assert(S::kWarps == kWarpgroups * kWarpgroupWarps && V::kBoxRows <= kWarpgroupRows && S::kBoxesOfBlock == 1);
+  static_assert(S::kWarps == kWarpgroups * kWarpgroupWarps && S::kRowsOfBox <= kWarpgroupRows && S::kBoxesOfBlock == 1);
   static_assert(S::kStagedBytes <= C::Config::kRingOffset - C::Config::kStagedOffset, "codegen staged too much");
+  static_assert(!V::kJoinsParts || V::kBoxRows % kWarpRows == 0, "a warp has rows of two parts");
   static_assert(kWarpgroupRows * 128 <= C::Config::kSlotBytes, "missing rows are read where there is no slot");
   static_assert(V::kSplit == 1 || C::Config::kNumWorkers / V::kSplit * V::kMainloopTiles >= V::kNumTiles,
                 "sums of another pass would take the place of those that are polled");
@@ -170,7 +197,7 @@ MPK_DEVICE void compute_by_warpgroups(C& c, const Job& job, Fetch fetch, Sum sum
       c.failed |= !load_boxes<V>(c, job, staged);
     else
       sum(pass, sums, staged);
-    c.entry += S::kChunks * (pass.end - pass.begin) * V::kParts;
+    c.entry += S::kChunks * (pass.end - pass.begin) * S::kBoxesOfTile;
     c.stage += S::kNumStages;
     if (!c.sync() || !leave_sums<V>(c, pass, sums, staged)) return;  // stages are no longer read
     const PassSums<V> of_pass(Shares<V>(pass.end - pass.begin), staged);

@@ -84,8 +84,8 @@ struct LineFactors {
     const uint32_t count = (tiles.end - tiles.begin) * V::kParts * rows * columns;
 #pragma unroll 1
     for (uint32_t number = rank; number < count; number += kConsumerThreads) {
-      const uint32_t at = number / columns;
-      const WarpRows box = WarpRows::of<V>(tiles, at / rows, 0);
+      const uint32_t at = number / columns, part = at / rows;
+      const WarpRows box = WarpRows::of_part<V>(tiles.begin + part / V::kParts, part % V::kParts, 0);
       fetch_block_scale<V>(job, box.which, min(box.first + at % rows * row_step, box.last),
                            number % columns * column_step);
     }
@@ -140,9 +140,9 @@ MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>&
   const bool has_rows = warp < S::kBlocksOfBox;
   LineFactors<V> factors;  // of the next line
   ptx::Quad weights[2][Q::kSteps] = {};
-  const auto load = [&](uint32_t box, uint32_t chunk, int) {
-    if (box < own.boxes && chunk < S::kChunks)
-      factors.load(job, WarpRows::of<V>(pass, box, warp), first + chunk, c.lane);
+  const auto load = [&](int h, uint32_t chunk, int) {
+    if (own.box(h) < own.boxes && chunk < S::kChunks)
+      factors.load(job, WarpRows::of<V>(pass, own.box(h), warp), first + chunk, c.lane);
   };
   own.template each<0, 1>(c, sums, stages, load, [&](const OwnLine(&lines)[1], const uint8_t* x, auto load_next) {
     const auto [h, i, chunk, entry] = lines[0];
