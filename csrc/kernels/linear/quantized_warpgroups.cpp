@@ -1,4 +1,5 @@
 // Linears with quantised weights beside an x that is not, with 9 to 64 rows of x (quantized_warpgroups.cuh).
+#include "../../codegen/text.h"
 #include "torch_mpk/abi/sizes.h"
 #include "warpgroups.h"
 
@@ -7,9 +8,19 @@ namespace {
 
 constexpr int64_t kFewestRows = 9;  // of x: fewer have a kernel of warps
 // A warpgroup takes so long for a line, and for each 32 columns of it beside that. Samples of an H200's program counter
-// said 170 and 155, before loads went ahead of conversions.
-constexpr double kLineNs = 170, kSliceNs = 120;
+// said 170 and 155, before loads went ahead of conversions. Weights of 4 bits have two thirds of the instructions.
+constexpr double kLineNs = 170, kSliceNs = 120, kFourBitSliceNs = 80;
 constexpr int64_t kSliceColumns = 32;
+
+class FourBitsWriter : public WarpgroupsWriter {
+ public:
+  explicit FourBitsWriter(const codegen::JobPlace& place)
+      : WarpgroupsWriter(place, "FourBitWarpgroups", "linear::compute_four_bit_warpgroups",
+                         "torch_mpk/device/tasks/four_bit_warpgroups.cuh") {}
+
+ private:
+  std::string write_places() override { return WarpgroupsWriter::write_places() + codegen::flag("kPreparesX", true); }
+};
 
 class QuantizedWarpgroups : public WarpgroupsKernel {
  public:
@@ -21,7 +32,8 @@ class QuantizedWarpgroups : public WarpgroupsKernel {
   }
 
   double line_ns(const WeightFormat& format) const override {
-    return kLineNs + kSliceNs * double(format.columns_of(kWarpgroupLineBytes) / kSliceColumns);
+    const double slices = double(format.columns_of(kWarpgroupLineBytes) / kSliceColumns);
+    return kLineNs + (format.bits() == 4 ? kFourBitSliceNs : kSliceNs) * slices;
   }
 
   std::optional<std::string> refuses_format(const Node& node) const override {
@@ -29,7 +41,10 @@ class QuantizedWarpgroups : public WarpgroupsKernel {
     return refuses_lines(WeightFormat::of(node));
   }
 
+  bool prepares_x(const WeightFormat& format) const override { return format.bits() == 4; }
+
   codegen::JobCode emit(const codegen::JobPlace& place) const override {
+    if (prepares_x(WeightFormat::of(place.node()))) return FourBitsWriter(place).run();
     return WarpgroupsWriter(place, "QuantizedWarpgroups", "linear::compute_quantized_warpgroups",
                             "torch_mpk/device/tasks/quantized_warpgroups.cuh")
         .run();

@@ -54,6 +54,8 @@ class WarpgroupsKernel : public Kernel {
   std::optional<std::string> refuses_size(const Tensor& x) const;
   // A warpgroup's time for a line of a box, while the other one works as well.
   virtual double line_ns(const WeightFormat& format) const = 0;
+  // Whether producer warps find sums of x's columns, of those of a line that share a scale.
+  virtual bool prepares_x(const WeightFormat&) const { return false; }
   // Why it refuses a node's format, beside that of x.
   virtual std::optional<std::string> refuses_format(const Node& node) const = 0;
 

@@ -30,9 +30,9 @@ MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, Swi
 // D = A B^T.
 template <int columns, bool adds>
 MPK_DEVICE void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
-// The same with A in registers, 16 rows in those of each warp as `mma` has its first factor. They may change once the
-// product has been awaited.
-template <class T, int columns>
+// The same of T with A in registers, 16 rows in those of each warp as `mma` has its first factor. They may change once
+// the product has been awaited.
+template <class T, int columns, bool adds = true>
 MPK_DEVICE void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b);
 
 #define MPK_TEN(t) \
@@ -89,29 +89,31 @@ MPK_DEVICE void multiply_registers(float (&d)[columns / 2], const Quad& a, Swizz
   MPK_MULTIPLY(T, type, 256, 128, 128, 129)
 MPK_MULTIPLY_ALL(__nv_bfloat16, "bf16")
 MPK_MULTIPLY_ALL(__half, "f16")
-#define MPK_MULTIPLY_REGISTERS(T, type, columns, sums, a0, a1, a2, a3, b)                              \
-  template <>                                                                                          \
-  MPK_DEVICE void multiply_registers<T, columns>(float (&d)[sums], const Quad& x, SwizzledMatrix y) {  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MPK_##sums \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;"                   \
-                 : MPK_OF_##sums(d, 0)                                                                 \
-                 : "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]), "l"(y)                          \
-                 : "memory");                                                                          \
+#define MPK_MULTIPLY_REGISTERS(T, type, columns, sums, a0, a1, a2, a3, b, adds)                             \
+  template <>                                                                                               \
+  MPK_DEVICE void multiply_registers<T, columns, adds>(float (&d)[sums], const Quad& x, SwizzledMatrix y) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MPK_##sums      \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", " #adds ", 1, 1, 0;"                \
+                 : MPK_OF_##sums(d, 0)                                                                      \
+                 : "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]), "l"(y)                               \
+                 : "memory");                                                                               \
   }
-#define MPK_MULTIPLY_REGISTERS_ALL(T, type)                     \
-  MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12)      \
-  MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 32, 16, 16, 17, 18, 19, 20)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 40, 20, 20, 21, 22, 23, 24)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 48, 24, 24, 25, 26, 27, 28)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 56, 28, 28, 29, 30, 31, 32)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 64, 32, 32, 33, 34, 35, 36)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 96, 48, 48, 49, 50, 51, 52)   \
-  MPK_MULTIPLY_REGISTERS(T, type, 128, 64, 64, 65, 66, 67, 68)  \
-  MPK_MULTIPLY_REGISTERS(T, type, 192, 96, 96, 97, 98, 99, 100) \
-  MPK_MULTIPLY_REGISTERS(T, type, 256, 128, 128, 129, 130, 131, 132)
-MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16")
-MPK_MULTIPLY_REGISTERS_ALL(__half, "f16")
+#define MPK_MULTIPLY_REGISTERS_ALL(T, type, adds)                     \
+  MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12, adds)      \
+  MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 32, 16, 16, 17, 18, 19, 20, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 40, 20, 20, 21, 22, 23, 24, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 48, 24, 24, 25, 26, 27, 28, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 56, 28, 28, 29, 30, 31, 32, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 64, 32, 32, 33, 34, 35, 36, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 96, 48, 48, 49, 50, 51, 52, adds)   \
+  MPK_MULTIPLY_REGISTERS(T, type, 128, 64, 64, 65, 66, 67, 68, adds)  \
+  MPK_MULTIPLY_REGISTERS(T, type, 192, 96, 96, 97, 98, 99, 100, adds) \
+  MPK_MULTIPLY_REGISTERS(T, type, 256, 128, 128, 129, 130, 131, 132, adds)
+MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16", 0)
+MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16", 1)
+MPK_MULTIPLY_REGISTERS_ALL(__half, "f16", 0)
+MPK_MULTIPLY_REGISTERS_ALL(__half, "f16", 1)
 #undef MPK_MULTIPLY_REGISTERS_ALL
 #undef MPK_MULTIPLY_REGISTERS
 #define MPK_MULTIPLY_BYTES(columns, sums, a, b, adds)                                                               \

@@ -165,7 +165,7 @@ MPK_DEVICE void compute_e4m3_warpgroups(C& c, const Job& job) {
   static_assert(E4M3WarpgroupsVariant<V, C>);
   static_assert(V::kElementBytes == 1 && V::kChunkSize == kBoxRowBytes);
   compute_by_warpgroups<V, true>(
-      c, job, [](Span) {},
+      c, job, [](Span) {}, [&](uint8_t* stages) { return load_boxes<V>(c, job, stages); },
       [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) {
         multiply_held<V, RowsShape<V>::kHeld>(c, job, pass, sums, stages);
       });

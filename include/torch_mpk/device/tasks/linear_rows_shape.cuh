@@ -84,6 +84,26 @@ constexpr bool joins_parts() {
   }
 }
 
+// Whether producer warps put the columns of x in the order of weights, and find sums of them: see
+// four_bit_warpgroups.cuh.
+template <class V>
+constexpr bool prepares_x() {
+  if constexpr (requires { V::kPreparesX; }) {
+    return V::kPreparesX;
+  } else {
+    return false;
+  }
+}
+// The columns of such a sum: those of a line that share a scale.
+template <class V>
+constexpr int sum_columns() {
+  if constexpr (requires { V::kScaleColumns; }) {
+    return V::kScaleColumns > 0 && V::kScaleColumns < V::kChunkSize ? V::kScaleColumns : V::kChunkSize;
+  } else {
+    return V::kChunkSize;
+  }
+}
+
 // Constants derived from a variant.
 template <RowsSizes V>
 struct RowsShape {
@@ -131,9 +151,10 @@ struct RowsShape {
   static constexpr int kSumBytes = (kHasSubtiles ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
   // Sums stand behind staged x, and otherwise take the place of its stages.
   static constexpr int kSumsOffset = V::kStaged ? (kStageBytes + 127) / 128 * 128 : 0;
-  // The factors of rows stand behind stages and sums.
+  // The factors of rows stand behind stages and sums; or the sums of the columns of each stage, group after group.
   static constexpr int kFactorsOffset = kXBytes > kSumBytes ? kXBytes : kSumBytes;
-  static constexpr int kFactorBytes = V::kScalesRows ? V::kBatch * 4 : 0;
+  static constexpr int kStageSums = prepares_x<V>() ? V::kStageColumns / sum_columns<V>() * V::kXRows : 0;
+  static constexpr int kFactorBytes = (V::kScalesRows ? V::kBatch : kStagesHeld * kStageSums) * 4;
   // Aligning boxes, and the sums in their place, takes up to kBoxAlignment bytes more.
   static constexpr int kStagedBytes =
       V::kStaged ? kSumsOffset + kSumBytes : kFactorsOffset + kFactorBytes + (V::kBoxesOfX ? kBoxAlignment : 0);

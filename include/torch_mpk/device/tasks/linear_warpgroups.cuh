@@ -160,10 +160,10 @@ MPK_DEVICE bool leave_sums(C& c, Span pass, const HeldSums<V>& sums, uint8_t* st
   return c.sync();
 }
 
-// `fetch(tiles)` comes before anything is awaited; `sum(pass, sums, stages)` is a warpgroup's mainloop. `reads_scales`:
-// whether warpgroups read what another phase has made besides x.
-template <class V, bool reads_scales, class C, class Fetch, class Sum>
-MPK_DEVICE void compute_by_warpgroups(C& c, const Job& job, Fetch fetch, Sum sum) {
+// `fetch(tiles)` comes before anything is awaited; `produce(stages)` is the producer warps' part, and `sum(pass, sums,
+// stages)` a warpgroup's mainloop. `reads_scales`: whether warpgroups read what another phase has made besides x.
+template <class V, bool reads_scales, class C, class Fetch, class Produce, class Sum>
+MPK_DEVICE void compute_by_warpgroups(C& c, const Job& job, Fetch fetch, Produce produce, Sum sum) {
   using S = RowsShape<V>;
   static_assert(V::kByWarpgroups && V::kBoxesOfX && !V::kStaged && V::kXRows % 8 == 0);
   static_assert(S::kWarps == kWarpgroups * kWarpgroupWarps && S::kRowsOfBox <= kWarpgroupRows && S::kBoxesOfBlock == 1);
@@ -194,7 +194,7 @@ MPK_DEVICE void compute_by_warpgroups(C& c, const Job& job, Fetch fetch, Sum sum
       if (!V::kEarly || first != tiles.begin) extra = preload(pass);
     HeldSums<V> sums = {};
     if (c.warp >= S::kWarps)
-      c.failed |= !load_boxes<V>(c, job, staged);
+      c.failed |= !produce(staged);
     else
       sum(pass, sums, staged);
     c.entry += S::kChunks * (pass.end - pass.begin) * S::kBoxesOfTile;

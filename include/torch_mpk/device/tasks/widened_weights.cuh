@@ -83,6 +83,19 @@ MPK_DEVICE PairFactors factors_of(uint32_t word) {
   return V::kZero == kAddedZero ? PairFactors{pair_of(cast<typename V::T>(above<V>())), scale, other}
                                 : PairFactors{other, scale, 0};
 }
+// The same for a sum of widened weights times numbers of x: it is multiplied by `scale`, and the sum of these numbers
+// times `offset` is added.
+struct SumFactors {
+  float scale, offset;
+};
+template <class V>
+MPK_DEVICE SumFactors sum_factors_of(uint32_t word) {
+  using T = typename V::T;
+  const uint16_t low = static_cast<uint16_t>(word), high = static_cast<uint16_t>(word >> 16);
+  const float scale = to_float(reinterpret_cast<const T&>(low)), other = to_float(reinterpret_cast<const T&>(high));
+  return {scale, V::kZero == kAddedZero ? fmaf(-above<V>(), scale, other) : -other * scale};
+}
+
 // Where V::finish applies scales.
 template <class V>
 MPK_DEVICE PairFactors unscaled_factors() {

@@ -45,8 +45,9 @@ template <class T, int columns>
 void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
   multiply_rows<columns, 16>(d, a, b, [](float (&x)[16], const SwizzledMatrix& m, int row) { read_row<T>(x, m, row); });
 }
-template <class T, int columns>
+template <class T, int columns, bool adds = true>
 void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b) {
+  if (!adds) std::fill_n(d, columns / 2, 0.0f);
   Quad as[4];  // of the lanes that have a lane's rows
   emulator::warp_collect(&a, sizeof(a));
   for (int i = 0; i < 4; i++) std::memcpy(&as[i], emulator::warp_value(lane_id() / 4 * 4 + i), sizeof(a));
