@@ -42,7 +42,7 @@ def count_rows(runner: Any, padded: int) -> None:
 
 
 def sample_rows(runner: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-    ModelRunner._sample(runner, scores[:, : runner.num_rows], output_ids)
+    vars(ModelRunner)["_sample"](runner, scores[:, : runner.num_rows], output_ids)
 
 
 # The engine's own way, but for rows that only pad a step.
