@@ -11,7 +11,7 @@ import torch
 
 from tests.codegen.test_emulated import check_decoder
 from tests.codegen.test_expert_runs import fresh, in_place, lowered_call
-from tests.cpu.test_quantized import random_bits
+from tests.quantized_formats import random_bits
 from tests.schedule.decoder_graph import decoder
 from tests.schedule.taken_apart import Parts
 from tests.tasks.test_every_way import launch

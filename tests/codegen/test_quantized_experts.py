@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from tests.codegen.test_expert_runs import fresh, in_place, kernels, lowered_call
 from tests.cpu.test_experts import chosen_ids
-from tests.cpu.test_quantized import random_bits
+from tests.quantized_formats import random_bits
 from tests.tasks.test_every_way import launch
 from torch_mpk import _C
 from torch_mpk.jit import compile_cuda

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cpu.net import FLOATS, ISAS, TOLERANCE, Net, rms_error
-from tests.cpu.test_quantized import FORMATS, Format, operands
+from tests.quantized_formats import FORMATS, Format, operands
 from tests.thinned import thinned
 from torch_mpk import registry
 from torch_mpk.tasks.quantized_expert_linear import quantized_expert_linear

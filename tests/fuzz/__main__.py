@@ -17,7 +17,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument(
-        "--kind", choices=KINDS, default="models", help="integers: near the ends of their ranges; experts: routers, too"
+        "--kind",
+        choices=KINDS,
+        default="models",
+        help="integers: near the ends of their ranges; experts: routers, too; formats: of quantised weights",
     )
     parser.add_argument("--seed", type=int, default=0, help="the first program's; the others count on from it")
     parser.add_argument("--device", default="cpu")

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.fuzz.random_experts import ExpertProgram
+from tests.fuzz.random_formats import FormatProgram
 from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import Program
 from torch_mpk import _C, lowering
@@ -34,7 +35,7 @@ ZERO_DIVISOR = "ZeroDivisionError"  # what eager's RuntimeError says on the CPU
 MARGIN = 8
 
 
-AnyProgram = Program | IntegerProgram | ExpertProgram
+AnyProgram = Program | IntegerProgram | ExpertProgram | FormatProgram
 # Makes a callable of a graph, for inputs like these, and tells how many of its segments are torch_mpk's.
 Way = Callable[[fx.GraphModule, list[Tensor]], tuple[Callable, int]]
 
@@ -72,8 +73,12 @@ def check(program: AnyProgram, how: Way, device: torch.device | str = "cpu", see
 
 def compare(program: AnyProgram, run: Callable, device: torch.device | str, seed: int) -> None:
     inputs = program.inputs(device, seed)
-    if isinstance(program, ExpertProgram):
-        error = program.difference(program.inputs(device, seed), list(run(*inputs)), getattr(run, "is_ours", True))
+    if isinstance(program, (ExpertProgram, FormatProgram)):
+        results, given = list(run(*inputs)), program.inputs(device, seed)
+        if isinstance(program, ExpertProgram):
+            error = program.difference(given, results, getattr(run, "is_ours", True))
+        else:
+            error = program.difference(given, results)
         if error:
             raise Wrong(error)
         return

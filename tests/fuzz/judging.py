@@ -5,10 +5,16 @@ from typing import NamedTuple
 
 from tests.fuzz.checking import AnyProgram, Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
 from tests.fuzz.random_experts import ExpertProgram
+from tests.fuzz.random_formats import FormatProgram
 from tests.fuzz.random_integers import IntegerProgram
 from tests.fuzz.random_programs import Program
 
-KINDS: dict[str, type[AnyProgram]] = {"models": Program, "integers": IntegerProgram, "experts": ExpertProgram}
+KINDS: dict[str, type[AnyProgram]] = {
+    "models": Program,
+    "integers": IntegerProgram,
+    "experts": ExpertProgram,
+    "formats": FormatProgram,
+}
 
 
 class Verdict(NamedTuple):
@@ -29,8 +35,8 @@ def judge(seed: int, device: str, kind: str = "models") -> Verdict:
     elif seed % (40 * rarely) == 7 and device == "cpu":  # takes seconds to compile
         way = by_emulator
     program = KINDS[kind].draw(random.Random(seed))
-    if isinstance(program, ExpertProgram) and way is by_emulator:
-        program = ExpertProgram.draw(random.Random(seed), is_small=True)
+    if isinstance(program, (ExpertProgram, FormatProgram)) and way is by_emulator:
+        program = type(program).draw(random.Random(seed), is_small=True)
     error = failure(program, way, device, seed)
     if not isinstance(error, Exception):
         return Verdict(way.__name__, error, "")
