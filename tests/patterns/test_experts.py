@@ -10,7 +10,9 @@ from torch import nn
 from transformers.integrations import moe
 
 from tests.cpu.test_experts import chosen_ids
+from tests.lowering.harness import run
 from tests.patterns.rewriting import operands_of, rewritten, tasks_of
+from torch_mpk.lowering import lower
 from torch_mpk.patterns.rewriter import shape
 
 FORWARD = {"batched": moe.batched_mm_experts_forward, "grouped": moe.grouped_mm_experts_forward}
@@ -199,3 +201,24 @@ def test_topk_of_short_rows(columns: int, k: int, found: int) -> None:
 def test_the_least_and_other_dimensions_are_no_topk() -> None:
     gm = rewritten(lambda x: (*x.topk(3, largest=False), *x.topk(2, 0)), torch.randn(5, 9))
     assert not tasks_of(gm)["topk"]
+
+
+def test_the_maximum_of_sorted_scores_is_their_first() -> None:
+    """For the softmax of a router's choice; not along another dimension, nor once something has written to them."""
+    x = torch.randn(7, 32).bfloat16()
+    x[0, 3], x[1], x[2, 2], x[3, :4] = torch.nan, -torch.inf, torch.inf, 5
+    x[4, :3] = torch.tensor([0.0, -0.0, 0.0])
+
+    def written(x: torch.Tensor) -> Any:
+        return (torch.softmax(x.topk(4)[0].neg_(), -1),)
+
+    def check(function: Any, has_maximum: bool) -> None:
+        lowered = lower(rewritten(function, x))
+        assert ("amax" in {node.attrs.get("op") for node in lowered.graph.nodes}) == has_maximum
+        [got], [expected] = run(lowered, [x]), function(x)
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+    check(lambda x: (torch.softmax(x.topk(4)[0], -1),), False)
+    check(lambda x: (torch.softmax(x.topk(4)[0], -1, dtype=torch.float32),), False)
+    check(lambda x: (torch.softmax(x.topk(4)[0], 0),), True)
+    check(written, True)

@@ -46,6 +46,9 @@ def lower_task(
     lx.task(
         task.name, operands, {name: task.attrs[name].type(value) for name, value in task.bind_attrs(kwargs).items()}
     )
+    if task.name == "topk":
+        _, (_, values, *_), _ = operands
+        values.buffer.falling = values.buffer.issued
     return results if len(results) > 1 else next(iter(results), None)
 
 

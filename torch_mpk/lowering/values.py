@@ -67,6 +67,7 @@ class Buffer:
     issued: int = 0
     committed: int = 0
     pending: list = field(default_factory=list)
+    falling: int | None = None  # the version of which each row is in falling order, NaN first
 
     @property
     def extent(self) -> int | None:
@@ -89,6 +90,11 @@ class Value:
     shape: tuple[Size, ...]
 
     @property
+    def has_falling_rows(self) -> bool:
+        """Whether each row is known to be in falling order, NaN first."""
+        return False
+
+    @property
     def numel(self) -> int:
         if not is_static(self.shape):
             raise UnsupportedError(
@@ -107,6 +113,11 @@ class View(Value):
     def __init__(self, buffer: Buffer, shape: Sequence[Size], strides: Sequence[Size], offset: Size = 0) -> None:
         self.buffer, self.dtype = buffer, buffer.dtype
         self.shape, self.strides, self.offset = tuple(shape), tuple(strides), offset
+
+    @property
+    def has_falling_rows(self) -> bool:
+        whole = self.buffer.shape, self.buffer.strides, 0
+        return self.buffer.falling == self.buffer.issued and (self.shape, self.strides, self.offset) == whole
 
     def address(self, idx: Index) -> Expr:
         address = E.as_index(self.offset)

@@ -129,7 +129,8 @@ def _any(lx, node, op: str, a, dim=None, keepdim=False):
 @rule(aten.softmax.int, aten._softmax.default)
 def _softmax(lx, node, a, dim, dtype=None):
     out = out_meta(lx, node).dtype
-    x, _, exps, total = _exponentials(lx, _as(lx, a, dtype), dim, out)
+    is_sorted = a.has_falling_rows and normalise_dim(dim, len(a.shape)) == len(a.shape) - 1
+    x, _, exps, total = _exponentials(lx, _as(lx, a, dtype), dim, out, is_sorted)
     return lx.pointwise(out, x.shape, lambda e, s: E.apply("div", out, e, s), [exps, total], cost=2)
 
 
@@ -155,13 +156,22 @@ def _as(lx: Lowerer, a: Value, dtype: torch.dtype | bool | None) -> Value:
     return cast(lx, a, dtype) if isinstance(dtype, torch.dtype) and dtype != a.dtype else a
 
 
-def _exponentials(lx: Lowerer, a: Value, dim: int, out: torch.dtype) -> tuple[Lazy, Lazy, Lazy, Lazy]:
-    """a in the dtype softmax computes in, its maximum along dim, exp of the difference, and that one's sum."""
+def _exponentials(
+    lx: Lowerer, a: Value, dim: int, out: torch.dtype, is_sorted: bool = False
+) -> tuple[Lazy, Lazy, Lazy, Lazy]:
+    """a in the dtype softmax computes in, its maximum along dim, exp of the difference, and that one's sum.
+
+    ``is_sorted``: dim is the last, along which the first element is the maximum.
+    """
     compute = wide(out)
     x = lx.read(cast(lx, a, compute))
     if x.cost > 4 and is_static(x.shape):
         lx.realise(x)  # read three times
-    highest = lx.read(reduced(lx, "amax", x, [dim], True, compute))
+    if is_sorted:
+        zero = E.const(0, INT64)
+        highest = lx.read(lx.mapped(x, (*x.shape[:-1], 1), lambda idx: (*idx[:-1], zero)))
+    else:
+        highest = lx.read(reduced(lx, "amax", x, [dim], True, compute))
     exps = lx.pointwise(
         compute, x.shape, lambda e, top: E.apply("exp", compute, E.apply("sub", compute, e, top)), [x, highest], cost=4
     )
