@@ -28,6 +28,7 @@ MXFP4 = {"packed": 2, "block_rows": 1, "block_columns": 32}
 GROUPS = {"packed": 2, "block_rows": 1, "block_columns": 128}
 BOXES, DIRECT = "quantized_expert_linear.boxes", "quantized_expert_linear.direct"
 GATED, SUMMED = "quantized_expert_linear.gated", "quantized_expert_linear.summed"
+INTERLEAVED = "quantized_expert_linear.interleaved"
 
 
 def call(rows: int, choices: int, experts: int, n: int, k: int, *, chosen: str = "random", packed: int = 1,
@@ -191,17 +192,42 @@ def gpt_oss_experts(x, ids, weights, residual, gate_up, gate_up_scale, gate_up_b
     return (y * weights.unsqueeze(-1)).sum(1) + residual
 
 
+def gpt_oss_operands(rows: int, choices: int, num: int, size: int, draw: Any = torch.randn) -> list[torch.Tensor]:
+    x, weights = draw(rows, size).bfloat16(), draw(rows, choices).bfloat16()
+    made = [x, chosen_ids(rows, choices, num, "random"), weights, draw(rows, size).bfloat16()]
+    for n in (2 * size, size):
+        made.append(random_bits([num, n, size // 2], E2M1))
+        made.append((draw(num, n, size // 32).abs() / size**0.5 + 2**-10).to(torch.float8_e8m0fnu))
+        made.append(draw(num, n).bfloat16())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [((12, 2, 14, 288), [INTERLEAVED, SUMMED]), ((64, 4, 4, 256), [INTERLEAVED, BOXES, "reduced_points"])],
+    ids=str,
+)
+def test_interleaved_runs(sizes: tuple[int, ...], names: list[str]) -> None:
+    """The last one has more pairs of an expert than are listed."""
+    kernel: EmulatedKernel | None = None
+    for chosen in ("random", "one"):
+        given = in_place(gpt_oss_operands(*sizes))
+        if chosen == "one":
+            given[1][:] = 1
+        lowered = lowered_call(gpt_oss_experts, given)
+        kernel = kernel or emulate(lowered.graph, workers=4)
+        assert kernels(kernel.schedule) == names
+        made = fresh(lowered)
+        kernel.launch(given, made, order="shuffled", jitter=3)
+        want = gpt_oss_experts(*given).double()
+        assert (made[0].double() - want).norm() < 1e-2 * want.norm()
+
+
 def test_gpt_oss_compiles_without_spills() -> None:
     """With the sizes of gpt-oss-20b, but for the number of experts."""
-    num, size = 8, 2880
-    x, chosen = torch.zeros(1, size).bfloat16(), torch.zeros(1, 4).bfloat16()
-    made = [x, chosen_ids(1, 4, num, "random"), chosen, x.clone()]
-    for n in (2 * size, size):
-        made.append(torch.zeros(num, n, size // 2, dtype=torch.uint8).view(E2M1))
-        made.append(torch.zeros(num, n, size // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu))
-        made.append(torch.zeros(num, n).bfloat16())
+    made = gpt_oss_operands(1, 4, 8, 2880, torch.zeros)
     schedule = _C.make_schedule(lowered_call(gpt_oss_experts, made).graph, _C.Target("cuda", 90, 132, 232448))
-    assert [name for name in kernels(schedule) if "expert" in name] == [BOXES, SUMMED]
+    assert [name for name in kernels(schedule) if "expert" in name] == [INTERLEAVED, SUMMED]
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
     assert resources.spill_store_bytes == 0

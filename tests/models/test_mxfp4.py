@@ -130,7 +130,7 @@ def test_a_step_emulated(folder: Path) -> None:
             Decoding(model, random_ids(2, 5)).step(torch.compile(model, backend=backend), random_ids(2, 1))
 
     names = [name for name in kernels(check_steps(see_step, tolerance=0.04)) if "expert" in name]
-    assert names == ["quantized_expert_linear.boxes", "quantized_expert_linear.summed"]
+    assert names == ["quantized_expert_linear.interleaved", "quantized_expert_linear.summed"]
 
 
 def test_a_saved_model_is_the_checkpoint(folder: Path, tmp_path: Path) -> None:

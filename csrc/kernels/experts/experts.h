@@ -60,7 +60,7 @@ class ExpertKernel : public Kernel {
 
  protected:
   // Whether it takes runs that begin with this node.
-  bool begins(const Node& node) const { return node.def->name == task_ && node.find("weight") != nullptr; }
+  bool begins(const Node& node) const { return node.def->name == task_; }
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override;
   std::vector<Cut> candidates(const Schedule& schedule, const Job& job) const override;

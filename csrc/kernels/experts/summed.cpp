@@ -62,7 +62,7 @@ class SummedExperts : public BoxedExperts {
  private:
   std::vector<int> find_run(const TBGraph& graph, int first) const override {
     const Node& node = graph.nodes()[first];
-    if (!begins(node)) return {};
+    if (!begins(node) || Experts(node).is_transposed) return {};
     const std::optional<ChoiceSum> found = sum_of(graph, node);
     return found ? nodes_of(node, *found) : std::vector<int>{};
   }

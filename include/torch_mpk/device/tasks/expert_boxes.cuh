@@ -100,7 +100,7 @@ MPK_DEVICE void load_halves(L& l, const Job& job) {
 
 // Where the lower eight rows of a tile begin in an entry.
 template <class V>
-inline constexpr int kLowerRows = Gated<V> ? int(kBoxBytes) / 2 : 8 * kBoxRowBytes;
+inline constexpr int kLowerRows = Halved<V> ? int(kBoxBytes) / 2 : 8 * kBoxRowBytes;
 
 // A lane's fragment of a box. A box holds 64 columns of all its rows, then the next 64. The copy engine swizzles
 // accesses of 16 bytes by the row. Halves are boxes of their own.

@@ -56,17 +56,26 @@ struct WeightColumns {
   }
 };
 
+// Which lanes have two neighbouring results of a pair: both have the same block and half, and the second one has the
+// row behind the first one's, which is even.
+struct Neighbours {
+  int block, row;
+  bool is_lower;
+};
+
 // Where the columns of blocks are in a tile: that of a block's upper rows, and how far behind is that of the lower
-// rows.
+// rows; and the other way round, where results 2 i and 2 i + 1 are.
 struct InBox {
   static constexpr int kLower = 8;
   MPK_DEVICE static int result_of(int block, int of_eight) { return block * 16 + of_eight; }
+  MPK_DEVICE static Neighbours neighbours(int i) { return {i / 8, i % 4 * 2, i / 4 % 2 == 1}; }
 };
 struct InPlace {
   static constexpr int kLower = 2;
   MPK_DEVICE static int result_of(int block, int of_eight) {
     return block / 2 * 32 + of_eight / 2 * 8 + block % 2 * 4 + of_eight % 2;
   }
+  MPK_DEVICE static Neighbours neighbours(int i) { return {i / 16 * 2 + i / 2 % 2, i / 4 % 4 * 2, i % 2 == 1}; }
 };
 
 // As TileSums.
@@ -100,7 +109,46 @@ struct ColumnSums {
     }
   }
   template <class Place>
-  MPK_DEVICE void store(const Job& job, const Pairs<V>& pairs, uint32_t first, int lane, Place) const {
+  MPK_DEVICE void store(const Job& job, const Pairs<V>& pairs, uint32_t first, int lane, Place place) const {
+    if constexpr (Interleaved<V>) {
+      hand_out(pairs, lane, place, [&](int pair, uint32_t both) {
+        V::combine(job, pair * V::kColumns + int(first) / 2 + lane, from_word<T>(both), from_word<T>(both >> 16));
+      });
+    } else {
+      store_each(job, pairs, first, lane, place);
+    }
+  }
+
+ private:
+  // Hands results out to all lanes, since eight of them have those of a pair: calls f(pair, both) for each listed pair,
+  // where `both` are its results 2 `lane` and the next, side by side.
+  template <class Place, class F>
+  MPK_DEVICE void hand_out(const Pairs<V>& pairs, int lane, Place, F f) const {
+    const Neighbours mine = Place::neighbours(lane);
+#pragma unroll
+    for (int g = 0; g < kGroups<V>; g++)
+#pragma unroll
+      for (int column = 0; column < 2; column++) {
+        uint32_t words[kBlocks];  // upper and lower row of each block
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++) words[b] = round_pair<T>(sums[g][b][column], sums[g][b][2 + column]);
+#pragma unroll 1
+        for (int of_lanes = 0; of_lanes < 4; of_lanes++) {
+          const int index = g * kPairsOfGroup + of_lanes * 2 + column;
+          if (index >= pairs.count) break;
+          uint32_t first = 0, second = 0;
+#pragma unroll
+          for (int b = 0; b < kBlocks; b++) {
+            const uint32_t even = __shfl_sync(~0u, words[b], mine.row * 4 + of_lanes);
+            const uint32_t odd = __shfl_sync(~0u, words[b], mine.row * 4 + 4 + of_lanes);
+            if (b == mine.block) first = even, second = odd;
+          }
+          f(pairs.list[index], mine.is_lower ? ptx::high_halves(first, second) : ptx::low_halves(first, second));
+        }
+      }
+  }
+  template <class Place>
+  MPK_DEVICE void store_each(const Job& job, const Pairs<V>& pairs, uint32_t first, int lane, Place) const {
 #pragma unroll
     for (int g = 0; g < kGroups<V>; g++)
 #pragma unroll

@@ -1,10 +1,10 @@
 // Products of few rows with the weights of their chosen experts, see csrc/kernels/experts/expert_linear.cpp.
 //
 // Every warp finds the chosen experts by itself. A tile is 16 rows of one expert's weights. Tiles are numbered expert
-// by expert, and a worker has consecutive ones. With an activation behind the products, a tile is eight rows of the
-// gate and the matching eight rows of the other half. A warp multiplies a tile with the pairs that chose its expert, in
-// groups of eight, so weights are read once for as many as it has sums for. If there are more pairs, it reads them
-// again, from L2. The order of a pair's sums depends on sizes alone.
+// by expert, and a worker has consecutive ones. With an activation of halves behind the products, a tile is eight rows
+// of the gate and the matching eight rows of the other half. A warp multiplies a tile with the pairs that chose its
+// expert, in groups of eight, so weights are read once for as many as it has sums for. If there are more pairs, it
+// reads them again, from L2. The order of a pair's sums depends on sizes alone.
 #pragma once
 
 #include "torch_mpk/device/fragment.cuh"
@@ -31,19 +31,22 @@ inline constexpr int kListBytes = kListed<V> * 4;
 template <class V>
 inline constexpr uint32_t kTilesOfExpert = (V::kRows + kTileSize<V> - 1) / kTileSize<V>;
 
-// Whether an activation combines two results of each pair and point, from weight rows at kFirstHalf and kSecondHalf.
+// Whether an activation combines two results of each pair and point: from weight rows at kFirstHalf and kSecondHalf, or
+// from neighbouring ones.
 template <class V>
-concept Gated = requires { V::kFirstHalf; };
+concept Halved = requires { V::kFirstHalf; };
+template <class V>
+concept Interleaved = requires { V::kInterleaved; };
 
 // Whether products are summed over a row's choices, in shared memory, see expert_sums.cuh.
 template <class V>
 concept Summed = requires { V::kInner; };
 
 // The first of the eight weight rows of the lanes' upper, or lower, rows. `row`: the first row of the tile, as if a
-// tile with an activation had 16 rows side by side.
+// tile of halves had 16 rows side by side.
 template <class V>
 MPK_DEVICE uint32_t first_weight_row(uint32_t row, bool is_lower) {
-  if constexpr (Gated<V>)
+  if constexpr (Halved<V>)
     return row / 2 + uint32_t(is_lower ? V::kSecondHalf : V::kFirstHalf);
   else
     return row + (is_lower ? 8 : 0);
@@ -102,6 +105,23 @@ MPK_DEVICE Span tiles_of(const Chosen<V>& chosen, uint32_t worker, uint32_t num_
   return static_span(chosen.count * kTilesOfExpert<V>, worker, num_workers);
 }
 
+// The two factors of a point, and its number among the eight of a tile of 16 rows.
+template <class T>
+struct Factors {
+  T first, second;
+  int of_eight;
+};
+
+// Lanes with neighbouring rows, four lanes apart, have both factors of a point of the upper half and of one of the
+// lower. The even lane gets the former, the odd one the latter.
+template <class T>
+MPK_DEVICE Factors<T> exchange(float upper, float lower, int lane) {
+  const int row = lane / 4;
+  const bool is_odd = row % 2 == 1;
+  const float other = __shfl_xor_sync(~0u, is_odd ? upper : lower, 4);
+  return {cast<T>(is_odd ? other : upper), cast<T>(is_odd ? lower : other), row / 2 + (is_odd ? 4 : 0)};
+}
+
 // The pairs of one expert, as a warp multiplies them: as many as it has sums for at a time, in ascending order.
 template <class V>
 struct Pairs {
@@ -149,14 +169,20 @@ struct Pairs {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int index = group * kPairsOfGroup + lane % 4 * 2 + i;
-      if (index < count) store(job, list[index], row, lane / 4, cast<T>(sums[i]), cast<T>(sums[i + 2]));
+      if constexpr (Interleaved<V>) {
+        const Factors<T> factors = exchange<T>(sums[i], sums[i + 2], lane);
+        if (index < count) store(job, list[index], row, factors.of_eight, factors.first, factors.second);
+      } else {
+        if (index < count) store(job, list[index], row, lane / 4, cast<T>(sums[i]), cast<T>(sums[i + 2]));
+      }
     }
   }
+  // Stores two products, or computes the result that they are the factors of.
   MPK_DEVICE void store(const Job& job, int pair, uint32_t row, int of_eight, T upper, T lower) const {
     if constexpr (Summed<V>) {
       products[pair * kTileRows + of_eight] = upper;
       products[pair * kTileRows + of_eight + 8] = lower;
-    } else if constexpr (Gated<V>) {
+    } else if constexpr (Halved<V> || Interleaved<V>) {
       V::combine(job, pair * V::kColumns + int(row) / 2 + of_eight, upper, lower);
     } else {
       store_result(job, pair, row + of_eight, upper);
@@ -287,7 +313,7 @@ MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
 // V: T; kPairs, kChoices for each row; kExperts, whose weights have kRows rows of kSize, which are kRowBytes, at
 // kExpertPitch and kRowPitch, or kSize rows of kRows at kDepthPitch; pitches kXRow, kXChoice, kIdsRow, kIdsChoice;
 // x(job), ids(job), weight(job), which the launch has written if kMadeWeights. Results: kYRow, kYChoice and y(job), or
-// kColumns, kFirstHalf, kSecondHalf and combine(job, point, first, second).
+// kColumns, combine(job, point, first, second), and kInterleaved or kFirstHalf and kSecondHalf.
 template <class V, class C>
 MPK_DEVICE void compute_rows(C& c, const Job& job) {
   if (!c.await()) return;

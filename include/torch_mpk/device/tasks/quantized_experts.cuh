@@ -56,9 +56,12 @@ MPK_DEVICE void multiply_pair(const Job& job, const Pairs<V>& pairs, int expert,
   }
 #pragma unroll
   for (int i = 0; i < kTileRows; i++) totals[i] = warp_sum(totals[i]);
+  constexpr int kStep = Interleaved<V> ? 2 : 1, kApart = Interleaved<V> ? 1 : 8;
 #pragma unroll
   for (int i = 0; i < kTileRows / 2; i++)
-    if (lane == i) pairs.store(job, pair, row, i, cast<typename V::T>(totals[i]), cast<typename V::T>(totals[i + 8]));
+    if (lane == i)
+      pairs.store(job, pair, row, i, cast<typename V::T>(totals[i * kStep]),
+                  cast<typename V::T>(totals[i * kStep + kApart]));
 }
 
 // As compute_rows, with any number of pairs.
