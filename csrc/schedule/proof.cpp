@@ -44,10 +44,10 @@ void CutProof::require_plain_end() const {
   require(!cut().row_sums, "a norm ends it, but it leaves no sums of rows");
 }
 
-void CutProof::require_nothing_else() const {
+void CutProof::require_nothing_else(int64_t scratch_bytes) const {
   require_plain_end();
-  require(!cut().shape && !cut().scratch && cut().fields.empty(),
-          "its cut has what " + cut().kernel + " knows nothing of");
+  require(!cut().shape && cut().fields.empty(), "its cut has what " + cut().kernel + " knows nothing of");
+  require_scratch(scratch_bytes);
 }
 
 }  // namespace mpk

@@ -60,8 +60,8 @@ class MPK_KERNEL_API CutProof {
   // Requires that no row tasks end it, and that no norm does, either.
   void require_no_rows_behind() const;
   void require_plain_end() const;
-  // Requires that it has no stream, no scratch and no fields, either.
-  void require_nothing_else() const;
+  // Requires that it has no stream and no fields, either, and no scratch but so many bytes.
+  void require_nothing_else(int64_t scratch_bytes = 0) const;
   static std::string str(int64_t v) { return std::to_string(v); }
 
  private:

@@ -1,12 +1,13 @@
-"""Experts as gpt-oss has them, emulated: weights stored as [E, K, N], interleaved gates, and biases."""
+"""Experts as gpt-oss has them, emulated: weights stored as [E, K, N], interleaved gates, and biases; two jobs."""
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from tests.codegen.model_graphs import graph_of_a_prompt
 from tests.codegen.test_expert_runs import fresh, in_place, kernels, lowered_call
 from tests.cpu.test_experts import chosen_ids
 from tests.schedule.taken_apart import Parts
@@ -16,6 +17,7 @@ from torch_mpk.jit import compile_cuda
 from torch_mpk.testing.emulator import EmulatedKernel, Order, emulate
 
 BOXES, INTERLEAVED = "expert_linear.boxes", "expert_linear.interleaved"
+SUMMED = "expert_linear.summed_columns"
 H200 = _C.Target("cuda", 90, 132, 232448)
 
 
@@ -75,7 +77,7 @@ def test_experts(sizes: tuple[int, ...], workers: int, dtype: torch.dtype) -> No
         given = operands(*sizes, chosen=chosen, dtype=dtype)
         lowered = lowered_call(experts, given)
         kernel = kernel or emulate(lowered.graph, workers=workers)
-        assert kernels(kernel.schedule) == [INTERLEAVED, BOXES, "reduced_points"]
+        assert kernels(kernel.schedule) == [INTERLEAVED, SUMMED]
         [made] = fresh(lowered)
         kernel.launch(given, [made], order="shuffled", jitter=3)
         torch.testing.assert_close(made.double(), exact(*given), rtol=2e-2, atol=3e-2)
@@ -87,7 +89,7 @@ def test_bits(rows: int, num: int) -> None:
     given = operands(rows, 2, num, 64, 64)
     lowered = lowered_call(experts, given)
     kernel = emulate(lowered.graph, workers=6)
-    assert kernels(kernel.schedule) == [INTERLEAVED, BOXES, "reduced_points"]
+    assert kernels(kernel.schedule) == [INTERLEAVED, SUMMED]
 
     def launch(number: int) -> torch.Tensor:
         [made], orders = fresh(lowered), get_args(Order)
@@ -152,19 +154,66 @@ def test_others_have_phases_of_their_own(sizes: tuple[int, ...], dtype: torch.dt
     given = operands(*sizes, dtype=dtype)
     lowered = lowered_call(experts, given)
     kernel = emulate(lowered.graph, workers=4)
-    assert not {INTERLEAVED} & {*kernels(kernel.schedule)}
+    assert not {INTERLEAVED, SUMMED} & {*kernels(kernel.schedule)}
     [made] = fresh(lowered)
     kernel.launch(given, [made], order="shuffled", jitter=2)
     torch.testing.assert_close(made.double(), exact(*given), rtol=2e-2, atol=3e-2)
 
 
-def test_the_validator_refuses_another_form() -> None:
+def test_a_launch_without_some_products_is_given_up() -> None:
+    """Those who would sum them wait for words that nobody writes. The next launch is right."""
+    given = operands(3, 2, 4, 128, 64)
+    lowered = lowered_call(experts, given)
+    kernel = emulate(lowered.graph, workers=4)
+    [made] = fresh(lowered)
+    kernel.fault.place, kernel.fault.cta = given[5][given[1][0, 0]].data_ptr(), 2**32 - 1  # down, of any worker
+    kernel.launch(given, [made], watchdog_ns=5 * 10**8)
+    assert kernel.host_abort[0] == 1
+    assert made.isnan().all()
+    kernel.repair()
+    kernel.launch(given, [made])
+    torch.testing.assert_close(made.double(), exact(*given), rtol=2e-2, atol=3e-2)
+
+
+# What is put in the place of a cut's fields.
+BROKEN = {
+    "too few words": (SUMMED, {"scratch": {"bytes": 30704, "offset": 0}}, r"leave 30720 bytes .* has 30704 bytes"),
+    "no words": (SUMMED, {"scratch": None}, r"leave 30720 bytes .* has 0 bytes"),
+    "no lists": (SUMMED, {"staged_bytes": 0}, r"it stages \d+ bytes in 0"),
+    "tiles of whole sums": (
+        SUMMED,
+        {"kernel": "expert_linear.summed", "scratch": None, "staged_bytes": 1 << 16},
+        "what follows is not the sum over choices of each row's products",
+    ),
+    "halves": (
+        INTERLEAVED,
+        {"kernel": "expert_linear.gated"},
+        "what follows takes other results than two of each pair and point",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kernel", "changes", "message"), BROKEN.values(), ids=BROKEN)
+def test_the_validator_refuses(kernel: str, changes: dict[str, Any], message: str) -> None:
     parts = Parts.of(_C.make_schedule(lowered_call(experts, operands(5, 4, 8, 384, 64)).graph, H200))
     _C.validate(parts.build())
-    [job] = (job for job in parts.jobs("run") if job["run"] == INTERLEAVED)
-    job["run"] = job["cut"]["kernel"] = "expert_linear.gated"
-    with pytest.raises(RuntimeError, match="takes other results than two of each pair and point"):
+    [job] = (job for job in parts.jobs("run") if job["run"] == kernel)
+    job["cut"].update(changes)
+    job["run"] = job["cut"]["kernel"]
+    with pytest.raises(RuntimeError, match="unsound schedule: expert_linear.*" + message):
         _C.validate(parts.build())
+
+
+@pytest.mark.parametrize("rows", thinned([1, 8, 32, 64], 0))
+def test_a_layer_of_gpt_oss_has_two_phases_of_experts(rows: int) -> None:
+    schedule = _C.make_schedule(graph_of_a_prompt("gpt-oss-20b", rows, 1, positions=1024), H200)
+    _C.validate(schedule)
+    nodes = schedule.graph.nodes
+    phases = [p for p, phase in enumerate(schedule.phases) for job in phase.jobs if "expert" in job.cut.kernel]
+    assert [name for name in kernels(schedule) if "expert" in name] == [INTERLEAVED, SUMMED]
+    assert phases[1] == phases[0] + 1
+    behind = [nodes[n].label for phase in schedule.phases[phases[1] + 1 :] for job in phase.jobs for n in job.body]
+    assert not any("mlp" in label for label in behind)
 
 
 @pytest.mark.slow
@@ -177,7 +226,7 @@ def test_compiles_without_spills(rows: int) -> None:
     given += [torch.zeros(shape).bfloat16() for shape in ((num, size, 2 * size), (num, 2 * size))]
     given += [torch.zeros(shape).bfloat16() for shape in ((num, size, size), (num, size))]
     schedule = _C.make_schedule(lowered_call(experts, [*given, x.clone()]).graph, H200)
-    assert kernels(schedule) == [INTERLEAVED, BOXES, "reduced_points"]
+    assert kernels(schedule) == [INTERLEAVED, SUMMED]
     resources = compile_cuda(_C.generate_cuda(schedule).source, 90).resources
     assert resources.warnings == ()
     assert resources.spill_store_bytes == 0

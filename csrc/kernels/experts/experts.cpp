@@ -107,15 +107,17 @@ std::vector<Cut> ExpertKernel::candidates(const Schedule& schedule, const Job& j
   if (cut.staged_bytes > room(schedule)) return {};
   cut.num_tiles = own.experts * own.tiles_of_expert();
   cut.cost_ns = own.memory_ns(schedule) / memory_share_;
+  if (const int64_t bytes = scratch_bytes(own)) cut.scratch = Scratch{bytes};
   return {cut};
 }
 
 void ExpertKernel::prove(const CutProof& proof) const {
-  const int64_t bytes = staged_bytes(proof.schedule(), Experts(proof.first()));
+  const Experts own(proof.first());
+  const int64_t bytes = staged_bytes(proof.schedule(), own);
   proof.require(proof.cut().staged_bytes >= bytes,
                 "it stages " + str(bytes) + " bytes in " + str(proof.cut().staged_bytes));
   proof.require(!proof.cut().is_staged(), "it reads x where it is");
-  proof.require_nothing_else();
+  proof.require_nothing_else(scratch_bytes(own));
 }
 
 JobCode ExpertKernel::emit(const JobPlace& place) const {

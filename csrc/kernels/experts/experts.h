@@ -76,11 +76,16 @@ class ExpertKernel : public Kernel {
   // Shared memory beside the ring.
   virtual int64_t staged_bytes(const Schedule& schedule, const Experts& own) const;
 
- private:
-  // Members of the variant: the map of weights, and the results. By default products are stored as they are.
-  virtual void add_map(codegen::JobCode&, codegen::Refs&, const Node&, const Experts&) const {}
+  // What workers leave for each other.
+  virtual int64_t scratch_bytes(const Experts&) const { return 0; }
+
+  // Members of the variant: the results. By default products are stored as they are.
   virtual void add_results(const codegen::JobPlace& place, codegen::JobCode& code, codegen::Refs& refs,
                            const Experts& own) const;
+
+ private:
+  // Members of the variant: the map of weights.
+  virtual void add_map(codegen::JobCode&, codegen::Refs&, const Node&, const Experts&) const {}
 
   const std::string task_;
   const char *compute_, *load_;

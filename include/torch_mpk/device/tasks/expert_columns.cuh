@@ -78,6 +78,10 @@ struct InPlace {
   MPK_DEVICE static Neighbours neighbours(int i) { return {i / 16 * 2 + i / 2 % 2, i / 4 % 4 * 2, i % 2 == 1}; }
 };
 
+// Leaves two products of a pair, which are this lane's of a tile, to those who sum them: see expert_column_sums.cuh.
+template <class V>
+MPK_DEVICE void leave(const Job& job, int pair, uint32_t first, uint32_t both, uint32_t tag, int lane);
+
 // As TileSums.
 template <class V>
 struct ColumnSums {
@@ -114,6 +118,8 @@ struct ColumnSums {
       hand_out(pairs, lane, place, [&](int pair, uint32_t both) {
         V::combine(job, pair * V::kColumns + int(first) / 2 + lane, from_word<T>(both), from_word<T>(both >> 16));
       });
+    } else if constexpr (SummedColumns<V>) {
+      hand_out(pairs, lane, place, [&](int pair, uint32_t both) { leave<V>(job, pair, first, both, pairs.tag, lane); });
     } else {
       store_each(job, pairs, first, lane, place);
     }

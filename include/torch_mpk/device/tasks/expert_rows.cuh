@@ -38,9 +38,12 @@ concept Halved = requires { V::kFirstHalf; };
 template <class V>
 concept Interleaved = requires { V::kInterleaved; };
 
-// Whether products are summed over a row's choices, in shared memory, see expert_sums.cuh.
+// Whether products are summed over a row's choices: in shared memory, see expert_sums.cuh, or where weights are stored
+// as [E, K, N] by way of the workspace, see expert_column_sums.cuh.
 template <class V>
 concept Summed = requires { V::kInner; };
+template <class V>
+concept SummedColumns = Summed<V> && Transposed<V>;
 
 // The first of the eight weight rows of the lanes' upper, or lower, rows. `row`: the first row of the tile, as if a
 // tile of halves had 16 rows side by side.
@@ -128,6 +131,7 @@ struct Pairs {
   using T = typename V::T;
   uint32_t* list;
   T* products = nullptr;                           // 16 weight rows by all pairs, where products are summed
+  uint32_t tag = 0;                                // of their words, where these are in the workspace
   int expert = -1, count = 0, begin = 0, end = 0;  // those listed are among the pairs from begin to end
 
   // Lists the first pairs that chose an expert.
@@ -298,10 +302,11 @@ MPK_DEVICE void clear_others(C& c, const Job& job) {
 // its first weight row, its number among the worker's tiles, and their count. Call it after await().
 template <class V, class C, class F>
 MPK_DEVICE uint32_t for_each_tile(C& c, const Job& job, F f) {
-  clear_others<V>(c, job);
+  if constexpr (!SummedColumns<V>) clear_others<V>(c, job);
   const Chosen<V> chosen(V::ids(job), c.lane);
   const Span mine = tiles_of<V>(chosen, c.worker(job), C::Config::kNumWorkers);
   Pairs<V> pairs{reinterpret_cast<uint32_t*>(c.staged() + c.warp * kListBytes<V>)};
+  if constexpr (SummedColumns<V>) pairs.tag = tag_of(c);
 #pragma unroll 1
   for (uint32_t tile = mine.begin + c.warp; tile < mine.end; tile += kConsumerWarps) {
     pairs.find(job, chosen[tile / kTilesOfExpert<V>], c.lane);
