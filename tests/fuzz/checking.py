@@ -71,6 +71,19 @@ def check(program: AnyProgram, how: Way, device: torch.device | str = "cpu", see
     return num_segments
 
 
+def check_drawn(
+    kind: type[ExpertProgram | FormatProgram], how: Way, num_programs: int, device: torch.device | str = "cpu"
+) -> None:
+    """Checks so many programs of a kind. An AssertionError names the seed, and the program, of one that is wrong."""
+    first = random.randrange(1 << 30)
+    for seed in range(first, first + num_programs):
+        program = kind.draw(random.Random(seed), is_small=how is by_emulator)
+        try:
+            check(program, how, device, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {program}") from error
+
+
 def compare(program: AnyProgram, run: Callable, device: torch.device | str, seed: int) -> None:
     inputs = program.inputs(device, seed)
     if isinstance(program, (ExpertProgram, FormatProgram)):

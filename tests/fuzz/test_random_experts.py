@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check, graph_of
+from tests.fuzz.checking import (
+    Wrong,
+    by_codegen,
+    by_dynamo,
+    by_emulator,
+    by_reference_vm,
+    by_stages,
+    check,
+    check_drawn,
+    graph_of,
+)
 from tests.fuzz.random_experts import LAYOUTS, ExpertProgram
 from tests.thinned import thinned
 from torch_mpk import _C
@@ -26,24 +36,12 @@ MANY = [(by_stages, 100), (by_reference_vm, 40), (by_dynamo, 10), (by_codegen, 5
 
 @pytest.mark.parametrize(("way", "num_programs"), thinned(FEW + MANY, *range(len(FEW))))
 def test_programs_are_right(way: Callable, num_programs: int) -> None:
-    first = random.randrange(1 << 30)
-    for seed in range(first, first + num_programs):
-        program = ExpertProgram.draw(random.Random(seed), is_small=way is by_emulator)
-        try:
-            check(program, way, seed=seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}") from error
+    check_drawn(ExpertProgram, way, num_programs)
 
 
 @pytest.mark.gpu
 def test_kernels_are_right() -> None:
-    first = random.randrange(1 << 30)
-    for seed in range(first, first + int(os.environ.get("FUZZED_PROGRAMS", "20"))):
-        program = ExpertProgram.draw(random.Random(seed))
-        try:
-            check(program, by_stages, "cuda", seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}") from error
+    check_drawn(ExpertProgram, by_stages, int(os.environ.get("FUZZED_PROGRAMS", "20")), "cuda")
 
 
 def other_experts(y: Tensor, ids: Tensor, scores: Tensor) -> None:

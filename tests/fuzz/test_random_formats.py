@@ -9,7 +9,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.fuzz.checking import Wrong, by_codegen, by_dynamo, by_emulator, by_reference_vm, by_stages, check
+from tests.fuzz.checking import (
+    Wrong,
+    by_codegen,
+    by_dynamo,
+    by_emulator,
+    by_reference_vm,
+    by_stages,
+    check,
+    check_drawn,
+)
 from tests.fuzz.random_formats import FormatProgram
 from tests.thinned import thinned
 
@@ -19,24 +28,12 @@ MANY = [(by_stages, 60), (by_reference_vm, 20), (by_dynamo, 5), (by_codegen, 30)
 
 @pytest.mark.parametrize(("way", "num_programs"), thinned(FEW + MANY, *range(len(FEW))))
 def test_programs_are_right(way: Callable, num_programs: int) -> None:
-    first = random.randrange(1 << 30)
-    for seed in range(first, first + num_programs):
-        program = FormatProgram.draw(random.Random(seed), is_small=way is by_emulator)
-        try:
-            check(program, way, seed=seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}") from error
+    check_drawn(FormatProgram, way, num_programs)
 
 
 @pytest.mark.gpu
 def test_kernels_are_right() -> None:
-    first = random.randrange(1 << 30)
-    for seed in range(first, first + int(os.environ.get("FUZZED_PROGRAMS", "20"))):
-        program = FormatProgram.draw(random.Random(seed))
-        try:
-            check(program, by_stages, "cuda", seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}") from error
+    check_drawn(FormatProgram, by_stages, int(os.environ.get("FUZZED_PROGRAMS", "20")), "cuda")
 
 
 def test_what_is_wrong_is_seen() -> None:
