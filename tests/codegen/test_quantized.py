@@ -581,15 +581,18 @@ def test_compiles_without_spills(weights: str, batch: int) -> None:
     assert resources.spill_store_bytes <= KEPT.get((weights, batch), 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [2, 3, 4, 5])
-def test_lines_in_a_small_ring(slots: int) -> None:
-    """Warpgroups that took two lines at a time would wait for slots that others hold."""
-    [(rows, k, dtype, sizes)] = [each for each in LINES if each[0] == 12]
-    products = Products([call(rows, k=k, dtype=dtype, **each) for each in sizes])
+@pytest.mark.parametrize(
+    ("slots", "is_gated"), [(2, False), (3, False), (4, False), (5, False), (2, True), (3, True), (6, True), (7, True)]
+)
+def test_lines_in_a_small_ring(slots: int, is_gated: bool) -> None:
+    """Warpgroups that took several lines at a time would wait for slots that others hold."""
+    if is_gated:
+        products: Products = Gated([call(24, k=512, n=768, **FP8) for _ in range(2)])
+    else:
+        products = Products([call(12, k=1024, dtype=torch.float16, n=520, bias=True, **FP8)])
     given = in_place(products.operands())
     lowered = lowered_call(products, given)
-    parts = Parts.of(_C.make_schedule(lowered.graph, _C.Target("cuda", 90, 4, SMEM_BYTES, True)))
+    parts = Parts.of(_C.make_schedule(lowered.graph, _C.Target("cuda", 90, 5, SMEM_BYTES, True)))
     parts.warps["max_slots"] = slots
     kernel = emulate_schedule(parts.build())
     assert "e4m3_linear.warpgroups" in {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs}
