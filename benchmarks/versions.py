@@ -2,6 +2,7 @@
 
     python benchmarks/versions.py OTHER --models qwen3-0.6b llama-1b --batch 1 8 64 --tokens 128 512
     python benchmarks/versions.py OTHER --models qwen3-8b --layers 8 --batch 2 4 16
+    python benchmarks/versions.py OTHER --models qwen3-8b --weights fp8 int4 --batch 1 8 16 32
 
 OTHER is a folder with the other version, built in place there (``python setup.py build_ext --inplace``). Each version
 builds all cases of a model in a process of its own, beside the other's. Then both time them in turn, several times:
@@ -11,6 +12,7 @@ a case are ``ms`` of this version and ``other_ms``.
 
 import argparse
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -64,6 +66,7 @@ def turn(graph: torch.cuda.CUDAGraph, cache: StaticCache, position: int, count: 
 def measure(case: dict[str, Any]) -> dict[str, list[float]]:
     """ms of each replay of each case of a model."""
     from torch_mpk.testing.models import CONFIGS, random_model
+    from torch_mpk.testing.quantized import quantize_linears
 
     config = CONFIGS[case["model"]]()
     if case["layers"]:
@@ -74,6 +77,8 @@ def measure(case: dict[str, Any]) -> dict[str, list[float]]:
     graphs = {}
     with alone():
         model = random_model(config, "cuda")
+        if case["weights"] != "bf16":
+            quantize_linears(model, case["weights"])
     sizes = [(f"{batch} rows", batch, POSITION) for batch in case["batch"]]
     for name, batch, tokens in [*sizes, *((f"{tokens} tokens", 1, tokens) for tokens in case["tokens"])]:
         is_prompt = name.endswith("tokens")
@@ -113,6 +118,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="the folder of the other version")
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b"])
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the models have")
+    parser.add_argument("--weights", nargs="+", choices=["bf16", "fp8", "int8", "int4"], default=["bf16"])
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--tokens", type=int, nargs="*", default=[])
     both = {"while_building": "wait", "fallback": "error"}
@@ -136,8 +142,8 @@ def main() -> None:
         "results": [],
     }
     args.out = args.out or records.RESULTS
-    for model in args.models:
-        case = {"model": model, "layers": args.layers, "batch": args.batch, "tokens": args.tokens}
+    for model, weights in itertools.product(args.models, args.weights):
+        case = {"model": model, "weights": weights, "layers": args.layers, "batch": args.batch, "tokens": args.tokens}
         processes = [
             start(folder.resolve(), case | {"prompt_options": options})
             for folder, options in ((HERE.parent, both), (args.other, json.loads(args.other_options)))
@@ -145,7 +151,8 @@ def main() -> None:
         found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
         for name, ours in found[0].items():
             ms, other_ms = statistics.median(ours), statistics.median(found[1][name])
-            result = {"case": name, "model": model, "layers": args.layers, "ms": ms, "other_ms": other_ms}
+            named = model if weights == "bf16" else f"{model} {weights}"
+            result = {"case": name, "model": named, "layers": args.layers, "ms": ms, "other_ms": other_ms}
             report["results"].append(result | {"ratio": ms / other_ms})
         records.write(report, args, "versions")
     columns = ["model", "layers", "case", "ms", "other_ms", "ratio"]
