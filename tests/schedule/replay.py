@@ -106,7 +106,7 @@ def capture_graphs() -> dict[str, _C.TBGraph]:
         def see(gm: torch.fx.GraphModule, inputs: list[Any], found: list[_C.TBGraph] = found) -> None:
             captured = capture(gm, inputs)
             with torch._guards.tracing(None):
-                segments = partition(apply(captured.graph_module)).segments
+                segments = partition(apply(captured.graph_module), min_segment_nodes=1).segments
             found += [lower(segment.gm).graph for segment in segments if segment.ours]
 
         see_graphs(entry, see, dtype=torch.bfloat16)
@@ -157,14 +157,15 @@ def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def differences(before: Schedules, after: Schedules, graphs: dict[str, _C.TBGraph]) -> Iterator[str]:
-    """Unified diffs of the schedules that are not the same, and the names of those that only one side has."""
+def differences(before: Schedules, after: Schedules, *graphs: dict[str, _C.TBGraph]) -> Iterator[str]:
+    """Unified diffs of the schedules that are not the same, and the names of those that only one side has. ``graphs``:
+    those of both, or of each."""
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after:
             yield f"{name}: only {'after' if name in after else 'before'}"
         elif before[name] != after[name]:
-            graph = graphs[name.rpartition(" on ")[0]]
-            texts = [describe(schedule, graph) for schedule in (before[name], after[name])]
+            model, schedules = name.rpartition(" on ")[0], (before[name], after[name])
+            texts = [describe(schedules[i], graphs[min(i, len(graphs) - 1)][model]) for i in range(2)]
             diff = difflib.unified_diff(*texts, f"{name}, before", f"{name}, after", n=2, lineterm="")
             yield "\n".join(diff) or f"{name}: the same, written differently"
 
@@ -176,16 +177,17 @@ def main() -> int:
     parser.add_argument("--accept", action="store_true", help="record the schedules made now for CI")
     parser.add_argument("--graphs", action="store_true", help="capture the graphs anew")
     args = parser.parse_args()
-    if args.graphs:
-        write(GRAPHS, {name: pack_graph(graph) for name, graph in capture_graphs().items()})
-    graphs = recorded_graphs()
+    graphs_before = recorded_graphs()
+    graphs = capture_graphs() if args.graphs else graphs_before
     made = make_schedules(graphs)
-    found = list(differences(read(args.against), made, graphs)) if args.against.exists() else []
+    found = list(differences(read(args.against), made, graphs_before, graphs)) if args.against.exists() else []
     for text in found:
         print(text)
     print(f"{len(found)} of {len(made)} schedules differ")
     for path in [args.record] * (args.record is not None) + [SCHEDULES] * args.accept:
         write(path, made)
+    if args.graphs and args.accept:
+        write(GRAPHS, {name: pack_graph(graph) for name, graph in graphs.items()})
     return bool(found) and not args.accept
 
 
