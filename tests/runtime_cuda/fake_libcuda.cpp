@@ -1,6 +1,7 @@
 // A CUDA driver without a device, for tests of the launcher: device memory is host memory, a launch is recorded, and
 // the exported `fake` tells what was done and decides what happens next.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -22,9 +23,9 @@ struct Fake {
   int param_bytes[16];  // of each of the kernel's parameters, up to a 0; what a launch copies, one behind the other
   int foreign_context;  // whether another context of the device is current
   // Read by the test.
-  int num_launches, num_allocations, num_live, num_context_pushes, context_depth;
-  int num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed; or of a
-                       // user object's destructor
+  std::atomic<int> num_launches, num_allocations, num_live, num_context_pushes, context_depth;  // by any thread
+  std::atomic<int> num_violations;  // calls that would break a capture: unsafe ones, made in another mode than relaxed;
+                                    // or of a user object's destructor
   unsigned grid[3], block[3], cluster[3], shared_bytes;
   int cooperative, programmatic, max_dynamic_shared, non_portable_cluster;
   uint64_t stream;
