@@ -40,14 +40,17 @@ def check_in_the_middle_of_a_stream(server: Server, count: int) -> None:
     body = {"prompt": "another, in a step of another size", "max_tokens": 90}
     client = threading.Thread(target=lambda: waiting.append(post(server.connection(), "/v1/completions", body)))
     client.start()
-    time.sleep(0.3)
+    time.sleep(0.05)  # some steps: all tokens of both take some tenths of a second
     check_that_it_ends(server, count)
     with pytest.raises((openai.APIError, openai.APIConnectionError)):
         list(stream)
     client.join(LIMIT)
     if waiting:  # a second Ctrl-C may close connections first
         status, answer = waiting[0]
-        assert (status, answer["error"]["message"]) == (503, "the server is stopping")
+        if status == 200:  # the interrupt came late
+            assert answer["usage"]["completion_tokens"] == 90
+        else:
+            assert (status, answer["error"]["message"]) == (503, "the server is stopping")
 
 
 @pytest.mark.slow
