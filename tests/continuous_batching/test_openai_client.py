@@ -19,13 +19,21 @@ MOST = PAGE * NUM_PAGES  # tokens that the cache holds
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    try:
-        server.wait(120)
-        yield server
-    finally:
-        server.end()
+def servers() -> Iterator[list[Server]]:
+    """Those that have been started, of which the last may run."""
+    started: list[Server] = []
+    yield started
+    for each in started:
+        each.end()
+
+
+@pytest.fixture
+def server(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """That of the tests before, unless one of them has ended it: pytest may run them in another order."""
+    if not servers or servers[-1].process.poll() is not None:
+        servers.append(Server(tmp_path_factory.mktemp("server")))
+        servers[-1].wait(120)
+    return servers[-1]
 
 
 def expected(server: Server, prompt: str, max_tokens: int = 12) -> str:
@@ -265,5 +273,5 @@ def test_the_server_says_what_it_serves_and_what_it_did(server: Server) -> None:
 
 
 def test_an_interrupt_ends_the_server_in_the_middle_of_a_stream(server: Server) -> None:
-    """The last of them: a server for itself would take another start."""
+    """The last of them, as a rule: a server for itself would take another start."""
     check_in_the_middle_of_a_stream(server, 1)
