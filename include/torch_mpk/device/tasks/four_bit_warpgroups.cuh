@@ -51,11 +51,10 @@ MPK_DEVICE void prepare_boxes(uint8_t* stage, float* sums, int lane) {
       __syncwarp();
 #pragma unroll
       for (int slice = 0; slice < kSlices; slice++) {
-        const uint4& w = words[slice];
-        const uint32_t ordered[4] = {ptx::low_halves(w.x, w.z), ptx::high_halves(w.x, w.z), ptx::low_halves(w.y, w.w),
-                                     ptx::high_halves(w.y, w.w)};
+        const uint4 ordered = in_order_of_words(words[slice]);
+        const uint32_t pairs[4] = {ordered.x, ordered.y, ordered.z, ordered.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t*>(place(slice, i))[own] = ordered[i];
+        for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t*>(place(slice, i))[own] = pairs[i];
       }
       if (row == 0)
         reinterpret_cast<float2*>(sums + group * V::kXRows + 8 * n)[own] = {of_group[0][0] + of_group[1][0],

@@ -56,9 +56,7 @@ struct KeptX {
         if (row < V::kBatch) words = *place;
         ptx::mma<T>(sums[0], {kOnes, kOnes, kOnes, kOnes}, {words.x, words.y});
         ptx::mma<T>(sums[1], {kOnes, kOnes, kOnes, kOnes}, {words.z, words.w});
-        if (row < V::kBatch)
-          *place = {ptx::low_halves(words.x, words.z), ptx::high_halves(words.x, words.z),
-                    ptx::low_halves(words.y, words.w), ptx::high_halves(words.y, words.w)};
+        if (row < V::kBatch) *place = in_order_of_words(words);
       }
       float2* place = reinterpret_cast<float2*>(to + group * Q::kFactorRows + 8 * n);
       if (lane < 4) place[lane] = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
