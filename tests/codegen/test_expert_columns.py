@@ -115,7 +115,7 @@ def turned(x, ids, weight):
 
 
 def shifted(x, ids, weight):
-    """Of which the last points would be behind a pair's results."""
+    """The last points would be behind a pair's results."""
     y = torch.ops.mpk.expert_linear(x, ids, None, weight)
     return y[..., :-2:2] * y[..., 2::2]
 
@@ -161,7 +161,7 @@ def test_others_have_phases_of_their_own(sizes: tuple[int, ...], dtype: torch.dt
 
 
 def test_a_launch_without_some_products_is_given_up() -> None:
-    """Those who would sum them wait for words that nobody writes. The next launch is right."""
+    """Workers that would sum them wait for words that nobody writes. The next launch is right."""
     given = operands(3, 2, 4, 128, 64)
     lowered = lowered_call(experts, given)
     kernel = emulate(lowered.graph, workers=4)
@@ -175,7 +175,7 @@ def test_a_launch_without_some_products_is_given_up() -> None:
     torch.testing.assert_close(made.double(), exact(*given), rtol=2e-2, atol=3e-2)
 
 
-# What is put in the place of a cut's fields.
+# Values in the place of a cut's fields.
 BROKEN = {
     "too few words": (SUMMED, {"scratch": {"bytes": 30704, "offset": 0}}, r"leave 30720 bytes .* has 30704 bytes"),
     "no words": (SUMMED, {"scratch": None}, r"leave 30720 bytes .* has 0 bytes"),

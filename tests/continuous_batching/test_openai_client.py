@@ -20,7 +20,7 @@ MOST = PAGE * NUM_PAGES  # tokens that the cache holds
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Server]]:
-    """Those that have been started, of which the last may run."""
+    """Servers in the order in which they were started. The last one may run."""
     started: list[Server] = []
     yield started
     for each in started:
@@ -29,7 +29,7 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def server(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """That of the tests before, unless one of them has ended it: pytest may run them in another order."""
+    """The server of earlier tests, unless one of them has ended it: pytest may run them in another order."""
     if not servers or servers[-1].process.poll() is not None:
         servers.append(Server(tmp_path_factory.mktemp("server")))
         servers[-1].wait(120)

@@ -215,7 +215,8 @@ class ExpertProgram:
     # ---- what is right ----
 
     def difference(self, inputs: list[Tensor], results: list[Tensor], has_our_ties: bool = True) -> str:
-        """What is wrong with the results for these inputs; empty: nothing. Of equal scores PyTorch's CPU takes any."""
+        """Says what is wrong with the results for these inputs; empty: nothing. PyTorch's CPU takes any of equal
+        scores."""
         given = {name: t.double().cpu() if t.is_floating_point() else t.cpu() for name, t in
                  zip(self.input_names, inputs, strict=True)}  # fmt: skip
         y, ids, scores = (t.cpu() for t in results)

@@ -131,7 +131,7 @@ class FormatProgram:
         return (F.silu(results[0]) * results[1],) if self.is_gated else tuple(results)
 
     def difference(self, inputs: list[Tensor], results: list[Tensor]) -> str:
-        """What is wrong with the results for these inputs; empty: nothing."""
+        """Says what is wrong with the results for these inputs; empty: nothing."""
         x, *weights = [t.cpu() for t in inputs]
         each = len(weights) // self.num_weights
         names = [name[:-1] for name in self.input_names[1 : 1 + each]]

@@ -275,7 +275,7 @@ class Runner(continuous_api.ModelRunner):
         self.builder.close()
 
     def _renew_times(self, rows: int) -> None:
-        """Outside of a CUDA graph, which reads them where they are."""
+        """Draws the next step's times, outside of its CUDA graph, which reads them where they are."""
         if self.draws is None:
             return
         steps = self.inputs_and_outputs

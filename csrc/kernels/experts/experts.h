@@ -76,7 +76,7 @@ class ExpertKernel : public Kernel {
   // Shared memory beside the ring.
   virtual int64_t staged_bytes(const Schedule& schedule, const Experts& own) const;
 
-  // What workers leave for each other.
+  // Bytes of the workspace in which workers leave data for each other.
   virtual int64_t scratch_bytes(const Experts&) const { return 0; }
 
   // Members of the variant: the results. By default products are stored as they are.

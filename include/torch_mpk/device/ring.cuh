@@ -242,7 +242,7 @@ struct Box {
   }
 };
 
-// Those of a tile's parts, which have `maps`.
+// The boxes of a tile's parts, which have `maps`.
 struct JoinedBoxes {
   const uint64_t* maps;
   uint32_t parts, tile, row, block, bytes;  // bytes: of a box

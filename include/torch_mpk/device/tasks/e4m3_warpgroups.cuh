@@ -154,7 +154,7 @@ MPK_DEVICE void multiply_held(C& c, const Job& job, Span pass, HeldSums<V>& sums
   const OwnLines<V> own(pass, c.warp);
   if constexpr (held > 1)
     if (own.box(held - 1) >= own.boxes) return multiply_held<V, held - 1>(c, job, pass, sums, stages);
-  // Those of both warpgroups are in slots that follow each other, and the loader may wait for room for several.
+  // Lines of both warpgroups are in slots that follow each other, and the loader may wait for room for several.
   constexpr int kTogether = OwnLines<V>::template count_together<held>();
   constexpr bool kHasRoom = C::Config::kSlots >= kTogether * kWarpgroups - 1 + kLeastFilled<C::Config::kSlotBytes>;
   multiply_e4m3<V, held, kHasRoom ? kTogether : 1>(c, job, pass, sums, stages);

@@ -133,7 +133,7 @@ struct WarpRows {
       return of_part<V>(pass.begin + box, min(warp / kPartWarps, V::kParts - 1u), warp % kPartWarps);
     return of_part<V>(pass.begin + box / V::kParts, box % V::kParts, warp);
   }
-  // Those of block `block` of a tile's rows of a part.
+  // The rows of block `block` of a part of a tile.
   template <class V>
   MPK_DEVICE static WarpRows of_part(uint32_t tile, uint32_t part, uint32_t block) {
     const int segment = segment_of<V>(tile);
