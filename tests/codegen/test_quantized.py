@@ -355,6 +355,20 @@ def test_warpgroups_on_a_gpu(rows: int, k: int, dtype: torch.dtype, sizes: list[
             assert torch.equal(result, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 32])
+@pytest.mark.parametrize("weight", [FP8, INT4, {"storage": torch.int8} | ROWS], ids=["fp8", "int4", "int8"])
+def test_gate_and_up_on_a_gpu(rows: int, weight: dict[str, Any]) -> None:
+    """Those of Qwen3-8B: they share boxes."""
+    products = Gated([call(rows, 12288, 4096, **weight) for _ in range(2)])
+    given = [t.cuda() for t in products.operands()]
+    run = torch.compile(products, backend="mpk", options={"min_segment_nodes": 1, "fallback": "error"})
+    for _ in range(3):
+        [result], [again], [want] = run(*given), run(*given), products(*given)
+        compare("y", result, want)
+        assert torch.equal(result, again)
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_weights_that_no_boxes_are_made_of(arch: int) -> None:
     check(
