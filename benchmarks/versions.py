@@ -79,6 +79,7 @@ def measure(case: dict[str, Any]) -> dict[str, list[float]]:
         model = random_model(config, "cuda")
         if case["weights"] != "bf16":
             quantize_linears(model, case["weights"])
+        torch.cuda.empty_cache()  # of what it was made of: others need the memory
     sizes = [(f"{batch} rows", batch, POSITION) for batch in case["batch"]]
     for name, batch, tokens in [*sizes, *((f"{tokens} tokens", 1, tokens) for tokens in case["tokens"])]:
         is_prompt = name.endswith("tokens")
@@ -148,7 +149,10 @@ def main() -> None:
             start(folder.resolve(), case | {"prompt_options": options})
             for folder, options in ((HERE.parent, both), (args.other, json.loads(args.other_options)))
         ]
-        found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+        printed = [process.communicate()[0] for process in processes]
+        if any(process.returncode for process in processes):
+            sys.exit(f"versions.py: {model} in {weights} failed; its process says above why")
+        found = [json.loads(text.splitlines()[-1]) for text in printed]
         for name, ours in found[0].items():
             ms, other_ms = statistics.median(ours), statistics.median(found[1][name])
             named = model if weights == "bf16" else f"{model} {weights}"

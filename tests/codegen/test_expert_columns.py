@@ -241,5 +241,6 @@ def test_experts_on_a_gpu(rows: int, chosen: str) -> None:
     for _ in range(2):
         given = [t.cuda() for t in operands(rows, 4, 16, 1024, 512, chosen=chosen)]
         y = step(*given)
-        torch.testing.assert_close(y.double(), exact(*given), rtol=2e-2, atol=3e-2)
+        # A product between 4 and 8 may be rounded to its other neighbour.
+        torch.testing.assert_close(y.double(), exact(*given), rtol=2e-2, atol=4e-2)
         assert torch.equal(step(*given), y)
