@@ -11,6 +11,9 @@ constexpr int64_t kFewestRows = 9;  // of x: fewer have a kernel of warps
 // said 170 and 155, before loads went ahead of conversions. Weights of 4 bits have two thirds of the instructions.
 constexpr double kLineNs = 170, kSliceNs = 120, kFourBitSliceNs = 80;
 constexpr int64_t kSliceColumns = 32;
+// Of x, which producer warps prepare for 4-bit weights: with more, warpgroups wait for them. A step of Qwen3-8B with 16
+// rows takes 3.8 ms instead of 4.3, but one with 32 rows 5.5 instead of 5.1 (docs/experiments/rows.md).
+constexpr int64_t kMostPreparedRows = 16;
 
 class FourBitsWriter : public WarpgroupsWriter {
  public:
@@ -31,9 +34,9 @@ class QuantizedWarpgroups : public WarpgroupsKernel {
     return refuses_reduced(node);
   }
 
-  double line_ns(const WeightFormat& format) const override {
+  double line_ns(const WeightFormat& format, int64_t rows) const override {
     const double slices = double(format.columns_of(kWarpgroupLineBytes) / kSliceColumns);
-    return kLineNs + (format.bits() == 4 ? kFourBitSliceNs : kSliceNs) * slices;
+    return kLineNs + (prepares_x(format, rows) ? kFourBitSliceNs : kSliceNs) * slices;
   }
 
   std::optional<std::string> refuses_format(const Node& node) const override {
@@ -41,10 +44,13 @@ class QuantizedWarpgroups : public WarpgroupsKernel {
     return refuses_lines(WeightFormat::of(node));
   }
 
-  bool prepares_x(const WeightFormat& format) const override { return format.bits() == 4; }
+  bool prepares_x(const WeightFormat& format, int64_t rows) const override {
+    return format.bits() == 4 && rows <= kMostPreparedRows;
+  }
 
   codegen::JobCode emit(const codegen::JobPlace& place) const override {
-    if (prepares_x(WeightFormat::of(place.node()))) return FourBitsWriter(place).run();
+    if (prepares_x(WeightFormat::of(place.node()), place.node().operand("x").tensor.shape[0]))
+      return FourBitsWriter(place).run();
     return WarpgroupsWriter(place, "QuantizedWarpgroups", "linear::compute_quantized_warpgroups",
                             "torch_mpk/device/tasks/quantized_warpgroups.cuh")
         .run();

@@ -181,7 +181,7 @@ std::optional<std::string> WarpgroupsKernel::refuses(const Schedule& schedule, c
 std::vector<Cut> WarpgroupsKernel::candidates(const Schedule& schedule, const Job& job) const {
   const Linears linears(schedule, job);
   const WeightFormat format = format_of(schedule, job);
-  const Cutter cutter(linears, format, line_ns(format), prepares_x(format));
+  const Cutter cutter(linears, format, line_ns(format, linears.batch), prepares_x(format, linears.batch));
   const WarpgroupsCut best = cutter.best();
   Cut cut = job.cut;
   cut.input = Input::kBoxStages;
@@ -219,7 +219,7 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   proof.require(own.stage_columns > 0 && own.stage_columns % kLeastColumns == 0 && own.stage_columns <= kMostColumns &&
                     linears.size % own.stage_columns == 0,
                 "x does not come in whole stages");
-  const Cutter cutter(linears, format, line_ns(format), prepares_x(format));
+  const Cutter cutter(linears, format, line_ns(format, linears.batch), prepares_x(format, linears.batch));
   const WarpgroupsCut c{s, own};
   proof.require(linears.workers / own.split > 0 && cutter.can_split(c),
                 proof.str(own.split) + " workers share tiles, but their parts are not equal, or take more than a pass");

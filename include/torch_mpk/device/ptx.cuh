@@ -443,7 +443,12 @@ MPK_PAIRS(__nv_bfloat16, "bf16x2")
 MPK_PAIRS(__half, "f16x2")
 #undef MPK_PAIRS
 
-// Loads two bytes, or four, from shared memory.
+// Loads a byte, two, or four, from shared memory.
+MPK_DEVICE uint32_t load_shared_8(SharedAddress from) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
 MPK_DEVICE uint32_t load_shared_16(SharedAddress from) {
   uint32_t v;
   asm volatile("{\n.reg .u16 t;\nld.shared.u16 t, [%1];\ncvt.u32.u16 %0, t;\n}" : "=r"(v) : "r"(from) : "memory");

@@ -3,9 +3,9 @@
 // weights become numbers of x's type in registers, on their way from the ring, and nothing of x is converted.
 //
 // An entry of the ring is a line: 128 bytes of each of V::kBoxRows rows of weights. A lane loads the two neighbours
-// that it multiplies, and leaves the ring early. Numbers take scales and zero points before they are multiplied, and
-// are rounded as the matrices of dequantise.cuh are. Weights of 4 bits have a loop of their own, see
-// four_bit_warpgroups.cuh.
+// that it multiplies, one byte of 4-bit weights, and leaves the ring early. Numbers take scales and zero points before
+// they are multiplied, and are rounded as the matrices of dequantise.cuh are. With few rows of x, weights of 4 bits have
+// a loop of their own, see four_bit_warpgroups.cuh.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_warpgroups.cuh"
@@ -28,6 +28,16 @@ struct ConvertedShape {
   static constexpr int kGroups = kLine / kGroup;
   static_assert(kGroup % kSlice == 0 && kBoxColumns % kSlice == 0);
 };
+
+// Loads two neighbouring weights.
+template <class V>
+MPK_DEVICE uint32_t load_pair(ptx::SharedAddress from) {
+  if constexpr (V::kWeightBits == 4) {
+    return ptx::load_shared_8(from);
+  } else {
+    return ptx::load_shared_16(from);
+  }
+}
 
 // The scales and zero points of a warp's 16 rows of a line, group after group. A lane loads some of them, long before
 // they are needed, and lanes exchange them then.
@@ -110,8 +120,8 @@ struct Slice {
     for (int k = 0; k < Q::kSteps; k++)
 #pragma unroll
       for (int m = 0; m < 4; m++) {
-        const int byte = slice * Q::kSlice + k * 16 + m / 2 * 8;
-        pairs[k][m] = ptx::load_shared_16((line ^ byte / 16 * 16) + byte % 16 + m % 2 * 8 * 128);
+        const int byte = (slice * Q::kSlice + k * 16 + m / 2 * 8) * V::kWeightBits / 8;
+        pairs[k][m] = load_pair<V>((line ^ byte / 16 * 16) + byte % 16 + m % 2 * 8 * 128);
       }
   }
   MPK_DEVICE void convert(ptx::Quad (&weights)[Q::kSteps], const PairFactors (&factors)[2]) const {
@@ -140,8 +150,8 @@ MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>&
   };
   own.template each<0, 1>(c, sums, stages, load, [&](const OwnLine(&lines)[1], const uint8_t* x, auto load_next) {
     const auto [h, i, chunk, entry] = lines[0];
-    const ptx::SharedAddress line =
-        ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 + c.lane / 4 * 16 + c.lane % 4 * 2;
+    const ptx::SharedAddress line = ptx::smem_addr(c.ring.slot(entry)) + (warp * kWarpRows + c.lane / 4) * 128 +
+                                    c.lane / 4 * 16 + c.lane % 4 * (V::kWeightBits / 4);
     const ptx::SwizzledMatrix columns = ptx::swizzled(x + i * (Q::kLine / kBoxColumns) * S::kBlockPitch);
     Slice<V> slices[2];
     slices[0].load(line, 0);
@@ -173,7 +183,6 @@ MPK_DEVICE void multiply_converted(C& c, const Job& job, Span pass, HeldSums<V>&
 template <class V, class C>
 MPK_DEVICE void compute_quantized_warpgroups(C& c, const Job& job) {
   static_assert(QuantizedWarpgroupsVariant<V, C>);
-  static_assert(V::kWeightBits == 8);
   compute_by_warpgroups<V, false>(
       c, job, [&](Span tiles) { LineFactors<V>::fetch(job, tiles, c.rank); },
       [&](uint8_t* stages) { return load_boxes<V>(c, job, stages); },

@@ -290,6 +290,7 @@ inline uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t which) {
   return chosen;
 }
 
+inline uint32_t load_shared_8(SharedAddress from) { return *reinterpret_cast<const uint8_t*>(from); }
 inline uint32_t load_shared_32(SharedAddress from) { return *reinterpret_cast<const uint32_t*>(from); }
 inline uint32_t load_shared_16(SharedAddress from) {
   uint16_t v;
