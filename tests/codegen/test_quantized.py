@@ -189,6 +189,10 @@ LINES: list[tuple[int, int, torch.dtype, list[dict[str, Any]]]] = [
         {"n": 520, "bias": True, **FP8},
         {"n": 200, "scale": torch.float8_e8m0fnu, **FP8},
     ]),
+    (8, 4096, torch.bfloat16, [
+        {"n": 456, "bias": True, **FP8},
+        {"n": 136, **FP8},
+    ]),
     (40, 4096, torch.bfloat16, [
         {"n": 200, **FP8},
         {"n": 72, "bias": True, "x_columns": -1, **ROWS},

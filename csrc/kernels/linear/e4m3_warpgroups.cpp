@@ -1,4 +1,4 @@
-// FP8 linears of 9 to 64 rows of an x that is quantised already (e4m3_warpgroups.cuh).
+// FP8 linears of 8 to 64 rows of an x that is quantised already (e4m3_warpgroups.cuh).
 #include "../../codegen/text.h"
 #include "e4m3.h"
 #include "warpgroups.h"
@@ -6,7 +6,7 @@
 namespace mpk {
 namespace {
 
-constexpr int64_t kFewestRows = 9;  // of x: fewer are quantised by every worker in less time than phases take
+constexpr int64_t kFewestRows = 8;  // of x: fewer are quantised by every worker in less time than phases take
 constexpr double kLineNs = 470;     // for 128 columns, by samples of an H200's program counter
 constexpr int64_t kLineColumns = 128;
 

@@ -126,6 +126,7 @@ MPK_MULTIPLY_REGISTERS_ALL(__half, "f16", 1)
                  : "memory");                                                                                       \
   }
 #define MPK_MULTIPLY_BYTES_ALL(adds)       \
+  MPK_MULTIPLY_BYTES(8, 4, 4, 5, adds)     \
   MPK_MULTIPLY_BYTES(16, 8, 8, 9, adds)    \
   MPK_MULTIPLY_BYTES(24, 12, 12, 13, adds) \
   MPK_MULTIPLY_BYTES(32, 16, 16, 17, adds) \
