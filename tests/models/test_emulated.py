@@ -75,6 +75,18 @@ def test_latents(name: str, batch: int) -> None:
     assert kernels.count("expert_linear.boxes") == 2
 
 
+def test_many_rows_of_groups_of_eight_heads() -> None:
+    """Warps multiply together, and are fewer than eight heads, a key and a value would each have one of."""
+    model = MODELS["Qwen2"]
+    assert isinstance(model, Decoder)
+    config = {**model.config, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
+    wide = dataclasses.replace(model, config=config | {"num_hidden_layers": 1})
+    schedule = check_steps(functools.partial(see_graphs, wide, batch=72, dtype=torch.bfloat16))
+    cuts = [job.cut for phase in schedule.phases for job in phase.jobs]
+    assert schedule.warps.consumers == 8
+    assert [cut.fields["heads"] for cut in cuts if cut.kernel == "attention.split_kv"] == [4]
+
+
 def step_of(name: str, batch: int) -> SeeStep:
     return functools.partial(see_graphs, MODELS[name], batch=batch, dtype=torch.bfloat16)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.codegen.chips import CHIPS
 from tests.schedule.decoder_graph import Builder, decoder
 from tests.schedule.prompt_graph import Prompt
 from tests.schedule.taken_apart import Parts
@@ -286,6 +287,26 @@ def test_every_schedule_is_sound(graph: _C.TBGraph, fuse: bool, polled: bool) ->
     _C.validate(schedule)
     run = {n for p in schedule.phases for j in p.jobs for n in [*j.prologue, *j.body, *j.epilogue]}
     assert run == set(range(len(graph.nodes)))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(CHIPS)),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 3, 5, 7, 8, 12, 16]),
+    st.sampled_from([1, 3, 8, 9, 16, 33, 64, 65, 72, 128, 300]),
+    st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([64, 80, 96, 128, 256]),
+            "hidden": st.sampled_from([512, 1024, 2880, 4096]),
+            "ffn": st.sampled_from([1024, 1536, 3072]),
+            "length": st.sampled_from([256, 4096]),
+        }
+    ),
+)
+def test_decoders_of_any_size_are_sound(chip: int, groups: int, shared: int, batch: int, sizes: dict[str, int]) -> None:
+    graph = decoder(layers=1, heads=groups * shared, groups=groups, batch=batch, vocab=1000, **sizes)
+    _C.validate(_C.make_schedule(graph, CHIPS[chip].target()))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

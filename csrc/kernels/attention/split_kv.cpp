@@ -14,9 +14,9 @@
 namespace mpk {
 namespace {
 
-// Heads that share a key head are computed together, as far as registers hold them.
-int64_t heads_at_a_time(int64_t shared, int64_t size) {
-  const int64_t most = size <= 128 ? 8 : 2;
+// Heads that share a key head are computed together, as far as registers hold them, but at most `most`.
+int64_t heads_at_a_time(int64_t shared, int64_t size, int64_t most) {
+  most = std::min<int64_t>(most, size <= 128 ? 8 : 2);
   int64_t passes = 1;
   while (shared % passes != 0 || shared / passes > most) passes++;
   return shared / passes;
@@ -33,11 +33,12 @@ int64_t staged_bytes(const AttentionSizes& sizes, int64_t warps, int64_t combine
   return rows + warps * weights + together * size * 4 + combined;
 }
 
+constexpr int64_t kWarpsOfNew = 2;        // for the key and the value of a new position, beside one for each head
 constexpr int64_t kCombined = 24 * 1024;  // bytes of results that are merged at a time, or of one
 
 }  // namespace
 
-int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, widest()); }
+int64_t AttentionSizes::together() const { return heads_at_a_time(heads / groups, widest(), most_together); }
 
 // As many positions as are computed together. For overlapping splits twice as many, if keys and values of 16-bit
 // elements still fit an entry: then bytes in flight decide, and half-filled slots hold half.
@@ -97,6 +98,7 @@ std::optional<std::string> SplitKvKernel::refuses_node(const Node& node, const T
 
 std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& job) const {
   AttentionSizes sizes = sizes_of(schedule.graph.nodes()[job.body.front()]);
+  sizes.most_together = schedule.warps.consumers - kWarpsOfNew;
   const int64_t batch = sizes.batch, together = sizes.together(), units = sizes.units();
   const int64_t workers = schedule.target.num_workers;
   const int64_t warps = schedule.warps.consumers, tile_warps = warps - kProducerWarps,
@@ -151,7 +153,7 @@ void SplitKvKernel::prove(const CutProof& proof) const {
   proof.require(rows % own.heads == 0 && own.heads % own.few_heads == 0,
                 "splits of " + str(own.heads) + " heads do not make " + str(rows));
   proof.require(
-      own.heads + 2 <= consumers,
+      own.heads + kWarpsOfNew <= consumers,
       "a split of " + str(own.heads) + " heads, a key and a value need a warp each, but there are " + str(consumers));
   proof.require(!own.overlaps || consumers > kProducerWarps, "splits overlap, but of " + str(consumers) +
                                                                  " consumers " + str(kProducerWarps) +

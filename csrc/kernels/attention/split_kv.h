@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <limits>
 
 #include "../../schedule/kernel.h"
 #include "../fields.h"
@@ -17,6 +18,7 @@ struct AttentionSizes {
   int64_t row_positions;  // of the longest row
   int64_t of_page;        // positions of a page; 0: no pages
   bool overlap = false;   // of a worker's splits
+  int64_t most_together = std::numeric_limits<int64_t>::max();  // heads, by the launch's warps
 
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
   int64_t widest() const { return std::max(size, value_size); }
