@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kFewestRows = 9;  // of x: fewer have a kernel of warps
 // A warpgroup takes so long for a line, and for each 32 columns of it beside that. Samples of an H200's program counter
-// said 170 and 155, before loads went ahead of conversions. Weights of 4 bits have two thirds of the instructions.
+// said 170 and 155, before loads went ahead of conversions. Weights of 4 bits take two thirds of that beside an x that
+// is prepared.
 constexpr double kLineNs = 170, kSliceNs = 120, kFourBitSliceNs = 80;
 constexpr int64_t kSliceColumns = 32;
 // Of x, which producer warps prepare for 4-bit weights: with more, warpgroups wait for them. A step of Qwen3-8B with 16

@@ -1,8 +1,8 @@
-// quantized_linear of 4-bit weights with many rows of x, by warpgroups. As in quantized_warpgroups.cuh weights become
-// numbers of x's type in registers. But here a lane takes a word of eight columns at a time, and numbers are multiplied
-// before they have scales or zero points: one instruction makes two of a word, above a power of two (FourBits). The
-// sums of columns that share a scale go to other registers, times that scale. What their weights are above is taken
-// from them then, and zero points are added, times the sums of these columns of x.
+// quantized_linear of 4-bit weights with 9 to 16 rows of x, by warpgroups. As in quantized_warpgroups.cuh weights
+// become numbers of x's type in registers. But here a lane takes a word of eight columns at a time, and numbers are
+// multiplied before they have scales or zero points: one instruction makes two of a word, above a power of two
+// (FourBits). The sums of columns that share a scale go to other registers, times that scale. What their weights are
+// above is taken from them then, and zero points are added, times the sums of these columns of x.
 //
 // So columns of x stand in the order in which lanes have weights, see quantized_x.cuh. The producer warps put them in
 // it, and find their sums. Each takes every kProducerWarps'th stage, which the copy engine brings to it alone.
