@@ -31,7 +31,7 @@ def write(report: Run, asked: argparse.Namespace, benchmark: str) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / f"{benchmark}_{as_name(report['environment']['device'])}.jsonl"
     others = [other for other in runs(path) if other["run"] != run] if path.exists() else []
-    save(path, [*others, {"run": run, "benchmark": benchmark} | report])
+    save(path, sorted([*others, {"run": run, "benchmark": benchmark} | report], key=lambda run: run["run"]))
 
 
 def as_name(device: str) -> str:
