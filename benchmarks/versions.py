@@ -2,12 +2,13 @@
 
     python benchmarks/versions.py OTHER --models qwen3-0.6b llama-1b --batch 1 8 64 --tokens 128 512
     python benchmarks/versions.py OTHER --models qwen3-8b --layers 8 --batch 2 4 16
-    python benchmarks/versions.py OTHER --models qwen3-8b --weights fp8 int4 --batch 1 8 16 32
+    python benchmarks/versions.py OTHER --models qwen3-8b --weights fp8 int4 --batch 1 8 16 32 --jobs 2
 
 OTHER is a folder with the other version, built in place there (``python setup.py build_ext --inplace``). Each version
 builds all cases of a model in a process of its own, beside the other's. Then both time them in turn, several times:
-a step's or a prompt's time on the GPU, as a CUDA graph. Both models must fit. Records the run (records.py); figures of
-a case are ``ms`` of this version and ``other_ms``.
+a step's or a prompt's time on the GPU, as a CUDA graph. With --jobs so many models or weights are built side by side.
+All of their models must fit, in both versions. A call that is no launch ends the run. Records the run (records.py);
+figures of a case are ``ms`` of this version and ``other_ms``.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,7 @@ def measure(case: dict[str, Any]) -> dict[str, list[float]]:
             model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             torch.cuda.empty_cache()
         given = {"input_ids": ids if is_prompt else ids[:, :1].contiguous(), "past_key_values": cache}
-        options = case["prompt_options"] if is_prompt else None
+        options = case["prompt_options"] if is_prompt else {"fallback": "error"}
         step = torch.compile(model, backend="mpk", dynamic=False, options=options)
         given |= {"logits_to_keep": 1} if is_prompt else {}
         rewind(cache, position)
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[])
     both = {"while_building": "wait", "fallback": "error"}
     parser.add_argument("--other-options", default=json.dumps(both), help="those of its prompts, as JSON")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs of models and weights that are built side by side")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--label")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -143,7 +146,10 @@ def main() -> None:
         "results": [],
     }
     args.out = args.out or records.RESULTS
-    for model, weights in itertools.product(args.models, args.weights):
+
+    def run(pair: tuple[str, str]) -> list[dict[str, list[float]]]:
+        """Of this version and the other: ms of each replay of each case."""
+        model, weights = pair
         case = {"model": model, "weights": weights, "layers": args.layers, "batch": args.batch, "tokens": args.tokens}
         processes = [
             start(folder.resolve(), case | {"prompt_options": options})
@@ -152,13 +158,17 @@ def main() -> None:
         printed = [process.communicate()[0] for process in processes]
         if any(process.returncode for process in processes):
             sys.exit(f"versions.py: {model} in {weights} failed; its process says above why")
-        found = [json.loads(text.splitlines()[-1]) for text in printed]
-        for name, ours in found[0].items():
-            ms, other_ms = statistics.median(ours), statistics.median(found[1][name])
-            named = model if weights == "bf16" else f"{model} {weights}"
-            result = {"case": name, "model": named, "layers": args.layers, "ms": ms, "other_ms": other_ms}
-            report["results"].append(result | {"ratio": ms / other_ms})
-        records.write(report, args, "versions")
+        return [json.loads(text.splitlines()[-1]) for text in printed]
+
+    pairs = list(itertools.product(args.models, args.weights))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for (model, weights), (ours, others) in zip(pairs, pool.map(run, pairs), strict=True):
+            for name, times in ours.items():
+                ms, other_ms = statistics.median(times), statistics.median(others[name])
+                named = model if weights == "bf16" else f"{model} {weights}"
+                result = {"case": name, "model": named, "layers": args.layers, "ms": ms, "other_ms": other_ms}
+                report["results"].append(result | {"ratio": ms / other_ms})
+            records.write(report, args, "versions")
     columns = ["model", "layers", "case", "ms", "other_ms", "ratio"]
     rows = [[f"{r[c]:.4f}" if isinstance(r[c], float) else str(r[c]) for c in columns] for r in report["results"]]
     print(table(columns, rows))
