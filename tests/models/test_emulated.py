@@ -75,25 +75,27 @@ def test_latents(name: str, batch: int) -> None:
     assert kernels.count("expert_linear.boxes") == 2
 
 
-def test_many_rows_of_groups_of_eight_heads() -> None:
-    """Warps multiply together, and are fewer than eight heads, a key and a value would each have one of."""
+@pytest.mark.parametrize(("workers", "heads"), [(3, 8), (80, 4)])
+def test_many_rows_of_groups_of_eight_heads(workers: int, heads: int) -> None:
+    """Eight warps multiply together. Where workers have one split each, fewer heads than eight are computed together,
+    since a head, a key and a value take a warp each."""
     model = MODELS["Qwen2"]
     assert isinstance(model, Decoder)
     config = {**model.config, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
     wide = dataclasses.replace(model, config=config | {"num_hidden_layers": 1})
-    schedule = check_steps(functools.partial(see_graphs, wide, batch=72, dtype=torch.bfloat16))
+    schedule = check_steps(functools.partial(see_graphs, wide, batch=72, dtype=torch.bfloat16), workers=workers)
     cuts = [job.cut for phase in schedule.phases for job in phase.jobs]
     assert schedule.warps.consumers == 8
-    assert [cut.fields["heads"] for cut in cuts if cut.kernel == "attention.split_kv"] == [4]
+    assert [cut.fields["heads"] for cut in cuts if cut.kernel == "attention.split_kv"] == [heads]
 
 
 def step_of(name: str, batch: int) -> SeeStep:
     return functools.partial(see_graphs, MODELS[name], batch=batch, dtype=torch.bfloat16)
 
 
-def check_steps(see_step: SeeStep, tolerance: float = 2e-2) -> _C.Schedule:
+def check_steps(see_step: SeeStep, tolerance: float = 2e-2, workers: int = 3) -> _C.Schedule:
     graph, inputs = lowered_step(see_step)
-    kernel = emulate(graph, polled=True)
+    kernel = emulate(graph, workers=workers, polled=True)
     for launch in range(2):
         wanted_inputs, wanted = reference(graph, inputs)
         outputs = [allocate(t) for t in tensors(graph, "output")]

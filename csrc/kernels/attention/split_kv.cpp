@@ -33,7 +33,8 @@ int64_t staged_bytes(const AttentionSizes& sizes, int64_t warps, int64_t combine
   return rows + warps * weights + together * size * 4 + combined;
 }
 
-constexpr int64_t kWarpsOfNew = 2;        // for the key and the value of a new position, beside one for each head
+// Where splits do not overlap, a warp stages each head, and two the key and the value of a new position.
+constexpr int64_t kWarpsOfNew = 2;
 constexpr int64_t kCombined = 24 * 1024;  // bytes of results that are merged at a time, or of one
 
 }  // namespace
@@ -98,15 +99,22 @@ std::optional<std::string> SplitKvKernel::refuses_node(const Node& node, const T
 
 std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& job) const {
   AttentionSizes sizes = sizes_of(schedule.graph.nodes()[job.body.front()]);
-  sizes.most_together = schedule.warps.consumers - kWarpsOfNew;
+  const int64_t workers = schedule.target.num_workers, warps = schedule.warps.consumers;
+  const int64_t tile_warps = warps - kProducerWarps, sums = (sizes.value_size + 4) * 4;
+  const auto overlapped = [&] {
+    const int64_t combined = tile_warps * sizes.together() * sums;
+    return 2 * round_up(staged_bytes(sizes, tile_warps, combined), kSharedAlignment);
+  };
+  const auto can_overlap = [&] {
+    sizes.overlap = has_several(sizes, workers);
+    return sizes.overlap && overlapped() <= schedule.target.smem_bytes / 2;
+  };
+  sizes.overlap = can_overlap();
+  if (!sizes.overlap) {
+    sizes.most_together = warps - kWarpsOfNew;
+    sizes.overlap = can_overlap();
+  }
   const int64_t batch = sizes.batch, together = sizes.together(), units = sizes.units();
-  const int64_t workers = schedule.target.num_workers;
-  const int64_t warps = schedule.warps.consumers, tile_warps = warps - kProducerWarps,
-                sums = (sizes.value_size + 4) * 4;
-  sizes.overlap = has_several(sizes, workers);
-  const int64_t overlapped =
-      2 * round_up(staged_bytes(sizes, tile_warps, tile_warps * together * sums), kSharedAlignment);
-  sizes.overlap &= overlapped <= schedule.target.smem_bytes / 2;
   SplitKvFields own;
   own.overlaps = sizes.overlap;
   own.positions = sizes.tile();
@@ -123,7 +131,7 @@ std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& 
   own.few_heads = together % 2 == 0 ? 2 : 1;
   own.result_bytes = sizes.result_bytes();
   Cut cut = job.cut;
-  cut.staged_bytes = sizes.overlap ? overlapped : staged_bytes(sizes, warps, std::max(kCombined, warps * sums));
+  cut.staged_bytes = sizes.overlap ? overlapped() : staged_bytes(sizes, warps, std::max(kCombined, warps * sums));
   if (cut.staged_bytes > room(schedule)) return {};
   cut.scratch = Scratch{own.scratch_bytes()};
   cut.fields = list_fields(own);
@@ -152,9 +160,10 @@ void SplitKvKernel::prove(const CutProof& proof) const {
   const int64_t rows = y.numel() / std::max<int64_t>(y.shape.back(), 1), units = rows / own.heads;
   proof.require(rows % own.heads == 0 && own.heads % own.few_heads == 0,
                 "splits of " + str(own.heads) + " heads do not make " + str(rows));
+  const int64_t staged = own.overlaps ? own.few_heads : own.heads;
   proof.require(
-      own.heads + kWarpsOfNew <= consumers,
-      "a split of " + str(own.heads) + " heads, a key and a value need a warp each, but there are " + str(consumers));
+      staged + kWarpsOfNew <= consumers,
+      "a split of " + str(staged) + " heads, a key and a value need a warp each, but there are " + str(consumers));
   proof.require(!own.overlaps || consumers > kProducerWarps, "splits overlap, but of " + str(consumers) +
                                                                  " consumers " + str(kProducerWarps) +
                                                                  " are at others' rows and none is left for tiles");
