@@ -4,8 +4,8 @@
 //
 // An entry of the ring is a line: 128 bytes of each of V::kBoxRows rows of weights. A lane loads the two neighbours
 // that it multiplies, one byte of 4-bit weights, and leaves the ring early. Numbers take scales and zero points before
-// they are multiplied, and are rounded as the matrices of dequantise.cuh are. With few rows of x, weights of 4 bits have
-// a loop of their own, see four_bit_warpgroups.cuh.
+// they are multiplied, and are rounded as the matrices of dequantise.cuh are. With few rows of x, weights of 4 bits
+// have a loop of their own, see four_bit_warpgroups.cuh.
 #pragma once
 
 #include "torch_mpk/device/tasks/linear_warpgroups.cuh"
