@@ -15,10 +15,11 @@ struct AttentionSizes {
   int64_t batch, heads, groups;
   int64_t size, value_size;  // of a query or key; of a value or result
   DType dtype;
-  int64_t row_positions;                                        // of the longest row
-  int64_t of_page;                                              // positions of a page; 0: no pages
-  bool overlap = false;                                         // of a worker's splits
-  int64_t most_together = std::numeric_limits<int64_t>::max();  // heads, by the launch's warps
+  int64_t row_positions;  // of the longest row
+  int64_t of_page;        // positions of a page; 0: no pages
+  bool overlap = false;   // of a worker's splits
+  // Heads of a split, as the launch's warps allow.
+  int64_t most_together = std::numeric_limits<int64_t>::max();
 
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }
   int64_t widest() const { return std::max(size, value_size); }
