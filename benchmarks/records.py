@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write(report: Run, asked: argparse.Namespace, benchmark: str) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / f"{benchmark}_{as_name(report['environment']['device'])}.jsonl"
     others = [other for other in runs(path) if other["run"] != run] if path.exists() else []
-    save(path, sorted([*others, {"run": run, "benchmark": benchmark} | report], key=lambda run: run["run"]))
+    save(path, sorted([*others, {"run": run, "benchmark": benchmark} | report], key=itemgetter("run")))
 
 
 def as_name(device: str) -> str:

@@ -148,7 +148,7 @@ def main() -> None:
     args.out = args.out or records.RESULTS
 
     def run(pair: tuple[str, str]) -> list[dict[str, list[float]]]:
-        """Of this version and the other: ms of each replay of each case."""
+        """Returns ms of each replay of each case, of this version and of the other."""
         model, weights = pair
         case = {"model": model, "weights": weights, "layers": args.layers, "batch": args.batch, "tokens": args.tokens}
         processes = [

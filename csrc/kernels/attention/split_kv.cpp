@@ -105,14 +105,14 @@ std::vector<Cut> SplitKvKernel::candidates(const Schedule& schedule, const Job& 
     const int64_t combined = tile_warps * sizes.together() * sums;
     return 2 * round_up(staged_bytes(sizes, tile_warps, combined), kSharedAlignment);
   };
-  const auto can_overlap = [&] {
+  const auto choose_overlap = [&] {
     sizes.overlap = has_several(sizes, workers);
-    return sizes.overlap && overlapped() <= schedule.target.smem_bytes / 2;
+    sizes.overlap &= overlapped() <= schedule.target.smem_bytes / 2;
   };
-  sizes.overlap = can_overlap();
+  choose_overlap();
   if (!sizes.overlap) {
     sizes.most_together = warps - kWarpsOfNew;
-    sizes.overlap = can_overlap();
+    choose_overlap();
   }
   const int64_t batch = sizes.batch, together = sizes.together(), units = sizes.units();
   SplitKvFields own;

@@ -18,7 +18,7 @@ struct AttentionSizes {
   int64_t row_positions;  // of the longest row
   int64_t of_page;        // positions of a page; 0: no pages
   bool overlap = false;   // of a worker's splits
-  // Heads of a split, as the launch's warps allow.
+  // The most heads that a split may compute, by the launch's warps.
   int64_t most_together = std::numeric_limits<int64_t>::max();
 
   bool are_possible() const { return batch >= 1 && groups >= 1 && heads >= groups && heads % groups == 0; }

@@ -79,9 +79,8 @@ class Cutter {
 
  private:
   // Boxes that fill slots have more bytes at hand as a phase begins. But warps that convert many rows of x wait for
-  // that, and not for bytes on their way. Quantising takes longest. An H200's steps of 12 layers of Qwen3-8B, in ms:
-  // FP8 with 1, 2 and 4 rows 1.055, 1.086, 1.182 and, with full slots, 1.041, 1.082, 1.220; int8 1.043, 1.088, 1.172
-  // and 0.990, 1.060, 1.160. Those of 36 layers with 8 rows: FP8 3.54 and 3.76; int4, which keeps x, 2.93 and 2.74.
+  // that, and not for bytes on their way. Quantising takes longest, and beside 4 bits x is kept. Figures are under
+  // "Slots filled" in docs/experiments/rows.md.
   bool fills_slots() const { return format_.bits() == 4 || job_.batch <= (format_.quantizes_x() ? 2 : 4); }
   // The memory's time for bytes that are not at hand as the phase begins, since slots of the ring are not full.
   double late_ns(const ColumnsCut& c) const {

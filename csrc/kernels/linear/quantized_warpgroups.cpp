@@ -12,8 +12,8 @@ constexpr int64_t kFewestRows = 9;  // of x: fewer have a kernel of warps
 // is prepared.
 constexpr double kLineNs = 170, kSliceNs = 120, kFourBitSliceNs = 80;
 constexpr int64_t kSliceColumns = 32;
-// Of x, which producer warps prepare for 4-bit weights: with more, warpgroups wait for them. A step of Qwen3-8B with 16
-// rows takes 3.8 ms instead of 4.3, but one with 32 rows 5.5 instead of 5.1 (docs/experiments/rows.md).
+// Producer warps prepare so many rows of x for 4-bit weights. With more, warpgroups would wait for them: see "Words of
+// 4-bit weights in front of their scales" in docs/experiments/rows.md.
 constexpr int64_t kMostPreparedRows = 16;
 
 class FourBitsWriter : public WarpgroupsWriter {
