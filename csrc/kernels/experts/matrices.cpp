@@ -9,7 +9,7 @@
 
 #include "../../schedule/rewrite.h"
 #include "../../schedule/staging.h"
-#include "../linear/quantise_rows.h"
+#include "../linear/prepared_x.h"
 #include "experts.h"
 
 namespace mpk {

@@ -5,10 +5,9 @@
 #include <array>
 
 #include "../../codegen/text.h"
-#include "../../schedule/rewrite.h"
 #include "blocks.h"
 #include "e4m3.h"
-#include "quantise_rows.h"
+#include "prepared_x.h"
 #include "tiles.h"
 
 namespace mpk {
@@ -34,38 +33,18 @@ std::optional<std::string> refuses_scales(const WeightFormat& f) {
 
 // ---- the rewrite
 
-// A quantised x: of which tensor, and with which scale, if one is given.
-struct Quantised {
-  Tensor x;
-  std::optional<Tensor> scale;
-  int64_t columns;
-  Tensor numbers, scales;
-
-  bool reads(int buffer) const { return x.buffer == buffer || (scale && scale->buffer == buffer); }
-};
-
-class QuantisesRows {
+class QuantisesRows : public PreparesX {
  public:
-  explicit QuantisesRows(const TBGraph& graph) : graph_(graph) {
-    const bool has_some = std::ranges::any_of(graph.nodes(), [](const Node& node) {
+  explicit QuantisesRows(const TBGraph& graph) : PreparesX(graph) {
+    has_rows_ = std::ranges::any_of(graph.nodes(), [](const Node& node) {
       const Operand* x = node.find("x");  // also of a linear that another launch would not take
       return x != nullptr && !x->tensor.shape.empty() && x->tensor.shape[0] >= kFewestRows;
     });
-    if (!has_some) return;
-    result_ = with_buffers_of(graph);
-    for (const Node& node : graph.nodes()) {
-      takes(node) ? add_e4m3(node) : copy_node(result_, node);
-      for (const Operand& operand : node.operands)
-        if (operand.is_write) std::erase_if(made_, [&](const Quantised& q) { return q.reads(operand.tensor.buffer); });
-    }
   }
 
-  // Nothing if no node has changed.
-  std::optional<TBGraph> result() { return is_changed_ ? std::optional(std::move(result_)) : std::nullopt; }
-
  private:
-  bool takes(const Node& node) const {
-    if (node.def->name != "quantized_linear" || WeightFormat::refuses(node)) return false;
+  bool takes(const Node& node) const override {
+    if (!has_rows_ || node.def->name != "quantized_linear" || WeightFormat::refuses(node)) return false;
     const WeightFormat format = WeightFormat::of(node);
     const Tensor &x = node.operand("x").tensor, &y = node.operands.back().tensor;
     const Operand* bias = node.find("bias");
@@ -74,10 +53,21 @@ class QuantisesRows {
            (bias == nullptr || bias->tensor.dtype == x.dtype) && can_load_boxes(graph_, node.operand("weight").tensor);
   }
 
-  void add_e4m3(const Node& node) {
-    is_changed_ = true;
-    const Quantised x = quantised(node);
-    std::vector<Operand> operands = {{"x", x.numbers, true, false}, {"x_scales", x.scales, true, false}};
+  PreparedX input_of(const Node& node) const override {
+    const Operand* given = node.find("x_scale");
+    return {node.operand("x").tensor, given != nullptr ? std::optional(given->tensor) : std::nullopt,
+            WeightFormat::of(node).x_columns, Tensor{}, Tensor{}};
+  }
+
+  void prepare(PreparedX& x, const std::string& name, const std::string& label) override {
+    const int64_t rows = x.x.shape[0], columns = x.x.shape[1];
+    x.matrix = add_matrix(result_, name + ".e4m3", DType::kE4M3, rows, columns);
+    x.of_blocks = add_matrix(result_, name + ".scales", DType::kF32, rows, columns / x.columns);
+    add_quantise_rows(result_, x.x, x.scale, x.matrix, x.of_blocks, x.columns, label);
+  }
+
+  void add_reader(const Node& node, const PreparedX& x) override {
+    std::vector<Operand> operands = {{"x", x.matrix, true, false}, {"x_scales", x.of_blocks, true, false}};
     for (const char* name : {"weight", "weight_scale", "bias", "y"})
       if (const Operand* operand = node.find(name)) operands.push_back(*operand);
     std::map<std::string, Attr> attrs = node.attrs;
@@ -86,34 +76,12 @@ class QuantisesRows {
     result_.add_node("e4m3_linear", operands, attrs, std::nullopt, node.label);
   }
 
-  // Of the node's x, from what quantises it. Nodes of one x share that.
-  Quantised quantised(const Node& node) {
-    const Operand* given = node.find("x_scale");
-    Quantised q{node.operand("x").tensor, std::nullopt, WeightFormat::of(node).x_columns, {}, {}};
-    if (given != nullptr) q.scale = given->tensor;
-    const auto is_same = [&](const Quantised& other) {
-      return same_view(other.x, q.x) && other.columns == q.columns && other.scale.has_value() == q.scale.has_value() &&
-             (!q.scale || same_view(*other.scale, *q.scale));
-    };
-    if (const auto found = std::ranges::find_if(made_, is_same); found != made_.end()) return *found;
-    const int64_t rows = q.x.shape[0], columns = q.x.shape[1];
-    const std::string& x = graph_.buffers()[q.x.buffer].name;
-    q.numbers = add_matrix(result_, x + ".e4m3", DType::kE4M3, rows, columns);
-    q.scales = add_matrix(result_, x + ".scales", DType::kF32, rows, columns / q.columns);
-    add_quantise_rows(result_, q.x, q.scale, q.numbers, q.scales, q.columns, label_of_part(node, "x"));
-    made_.push_back(q);
-    return q;
-  }
-
-  const TBGraph& graph_;
-  TBGraph result_;
-  std::vector<Quantised> made_;
-  bool is_changed_ = false;
+  bool has_rows_ = false;
 };
 
 std::optional<TBGraph> quantise_rows(const TBGraph& graph, const Target& target) {
   if (target.device != "cuda" || !arch_of(target.arch).has_warpgroup_products) return std::nullopt;
-  return QuantisesRows(graph).result();
+  return QuantisesRows(graph).run();
 }
 
 }  // namespace
