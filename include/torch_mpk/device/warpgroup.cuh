@@ -22,7 +22,7 @@ MPK_DEVICE uint32_t warp_uniform(uint32_t v) { return __shfl_sync(~0u, v, 0); }
 // Products are in flight until they are awaited.
 template <class T, int columns>
 MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, const uint8_t* weights) {
-  const ptx::SwizzledMatrix a = ptx::swizzled(x), b = ptx::swizzled(weights);
+  const ptx::SwizzledMatrix a = ptx::uniform_swizzled(x), b = ptx::uniform_swizzled(weights);
 #pragma unroll
   for (int k = 0; k < kBoxColumns; k += 16)
     ptx::multiply_matrices<T, columns>(sums, ptx::from_column(a, k), ptx::from_column(b, k));
@@ -31,7 +31,7 @@ MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, 
 // The sums of 128 columns of e4m3 numbers, of blocks of rows as boxes have them, in place of what `sums` hold.
 template <int columns>
 MPK_DEVICE void multiply_byte_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, const uint8_t* weights) {
-  const ptx::SwizzledMatrix a = ptx::swizzled(x), b = ptx::swizzled(weights);
+  const ptx::SwizzledMatrix a = ptx::uniform_swizzled(x), b = ptx::uniform_swizzled(weights);
   ptx::multiply_bytes<columns, false>(sums, a, b);
 #pragma unroll
   for (int k = 16; k < kBoxColumns; k += 16)  // of two bytes

@@ -9,9 +9,14 @@ namespace mpk::ptx {
 // A matrix of 16-bit elements in consecutive rows of 128 bytes, in the copy engine's 128-byte swizzle, aligned to 1,024
 // bytes. The descriptor has its address, the bytes from 8 rows to the next 8, and the swizzle.
 using SwizzledMatrix = uint64_t;
-MPK_DEVICE SwizzledMatrix swizzled(const void* p) {
-  return (smem_addr(p) & 0x3ffff) >> 4 | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+MPK_DEVICE SwizzledMatrix swizzled_at(SharedAddress address) {
+  return (address & 0x3ffff) >> 4 | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
+MPK_DEVICE SwizzledMatrix swizzled(const void* p) { return swizzled_at(smem_addr(p)); }
+// The same of a place that is equal in all lanes, in uniform registers, where products take it from. A reduction
+// leaves it there; after an exchange each product would move its own there. But a reduction takes longer, which warps
+// that convert weights in front of products do not hide.
+MPK_DEVICE SwizzledMatrix uniform_swizzled(const void* p) { return swizzled_at(__reduce_or_sync(~0u, smem_addr(p))); }
 // The same from a column on, a multiple of 16 of the row's 64.
 MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return m + column * 2 / 16; }
 // From a row on, a multiple of 8, and a column. Only the lower half changes, which takes half the instructions. But the

@@ -123,10 +123,9 @@ MPK_DEVICE void multiply_e4m3(C& c, const Job& job, Span pass, HeldSums<V>& sums
       c, products, stages, load, [&](const OwnLine(&lines)[count], const uint8_t* x, auto load_next) {
 #pragma unroll
         for (int j = 0; j < count; j++) {
-          const uint8_t* line = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(lines[j].entry) - c.smem));
           ptx::hold_sums(products[j]);
           ptx::begin_products();
-          multiply_byte_blocks<V::kXRows>(products[j], line, x + lines[j].i * S::kBlockPitch);
+          multiply_byte_blocks<V::kXRows>(products[j], c.ring.slot(lines[j].entry), x + lines[j].i * S::kBlockPitch);
           ptx::commit_products();
         }
         float of_x[kColumns][V::kXRows / 4], of_weights[count][WeightScales::kOfLane];

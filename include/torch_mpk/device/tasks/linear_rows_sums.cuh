@@ -263,8 +263,7 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[R
           for (int other = 0; other < S::kHeld; other++) ptx::await_sums(sums[other]);
           c.failed = !c.ring.wait_longer(next, c.phase);
         }
-        const uint8_t* x = stages + warp_uniform(stage.offset());
-        const uint8_t* weights = c.smem + warp_uniform(static_cast<uint32_t>(c.ring.slot(next) - c.smem));
+        const uint8_t *x = stages + stage.offset(), *weights = c.ring.slot(next);
         ptx::begin_products();
 #pragma unroll
         for (int block = 0; block < kBlocks; block++)

@@ -13,6 +13,7 @@ inline SwizzledMatrix swizzled(const void* p) {
   emulator::require_aligned_to(p, 1024);
   return {static_cast<const uint8_t*>(p), 0};
 }
+inline SwizzledMatrix uniform_swizzled(const void* p) { return swizzled(p); }
 inline SwizzledMatrix from_column(SwizzledMatrix m, int column) { return {m.rows, m.column + column}; }
 inline SwizzledMatrix from_element(SwizzledMatrix m, int row, int column) {
   return {m.rows + row * 128, m.column + column};
