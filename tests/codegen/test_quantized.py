@@ -9,10 +9,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tests.codegen.emulated_calls import allocate, tensors
 from tests.codegen.test_emulated import check_decoder
 from tests.codegen.test_expert_runs import fresh, in_place, lowered_call
 from tests.quantized_formats import random_bits
-from tests.schedule.decoder_graph import decoder
+from tests.schedule.decoder_graph import Builder, decoder
 from tests.schedule.taken_apart import Parts
 from tests.tasks.test_every_way import launch
 from torch_mpk import _C
@@ -285,6 +286,77 @@ def test_groups_that_no_line_has_whole(rows: int, groups: int, storage: int) -> 
     compare("y", results[0], products(*given)[0])
 
 
+# Linears of an x whose columns are in order: of one and several passes, boxes and parts of a worker.
+ORDERED: list[tuple[int, int, str, list[dict[str, Any]]]] = [
+    (9, 1024, "bfloat16", [{"n": 400, **INT4}, {"n": 72, "bias": True, **(INT4 | {"zero": None})}]),
+    (16, 512, "bfloat16", [
+        {"n": 88, "scale": torch.bfloat16, "zero": torch.int32, **(WORDS | {"block_columns": 512})},
+    ]),
+    (24, 2048, "float16", [
+        {"n": 232, "scale": torch.float16, "zero": torch.int32, "bias": True, **(WORDS | {"block_columns": 64})},
+    ]),
+    (32, 1536, "bfloat16", [
+        {"n": 264, "storage": torch.uint8, "scale": torch.bfloat16, "zero": torch.uint8, **GROUPS},
+        {"n": 64, "storage": torch.uint8, "bias": True, **(GROUPS | {"block_columns": 0})},
+    ]),
+    (40, 4096, "bfloat16", [{"n": 136, **(INT4 | {"block_columns": 256})}]),
+    (60, 768, "float16", [{"n": 200, "storage": torch.uint8, "scale": torch.float16, **GROUPS}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_gated", [False, True], ids=["apart", "gated"])
+@pytest.mark.parametrize(("rows", "k", "dtype", "sizes"), ORDERED, ids=str)
+def test_words_of_4_bits_in_front_of_their_scales(
+    rows: int, k: int, dtype: str, sizes: list[dict[str, Any]], is_gated: bool
+) -> None:
+    """Scales of parts of lines, of lines, and of rows; zero points of each kind; heights that are no whole blocks."""
+    if is_gated:
+        sizes = [sizes[0]] * 2
+    calls = [call(rows, k=k, dtype=getattr(torch, dtype), **each) for each in sizes]
+    b, given = Builder(), [calls[0].operands[0]]
+    x, ordered = b.buffer("input", "x", dtype, [rows, k]), {}
+    results = []
+    for i, each in enumerate(calls):
+        columns = min(int(each.attrs["block_columns"]) or k, 256)
+        if columns not in ordered:
+            ordered[columns] = order_columns_in(b, x, columns)
+        operands = []
+        for name, t in zip(("weight", "weight_scale", "bias", "x_scale", "zero"), each.operands[1:6], strict=True):
+            if t is not None:
+                operands.append((name, b.buffer("input", f"{name}{i}", str(t.dtype)[6:], list(t.shape))))
+                given.append(t)
+        kind = "workspace" if is_gated else "output"
+        y = b.buffer(kind, f"y{i}", dtype, [rows, sizes[i]["n"]])
+        attrs = {name: each.attrs[name] for name in ("block_rows", "block_columns")}
+        results.append(b.node("ordered_linear", [*ordered[columns], *operands], y, attrs, f"y{i}"))
+    wants = [quantized_linear(calls[0].operands[0], *each.operands[1:], **each.attrs) for each in calls]
+    if is_gated:
+        b.pointwise("add", results, b.buffer("output", "y", dtype, results[0].shape))
+        wants = [wants[0] + wants[1]]
+    kernel = emulate(b.graph, workers=4)
+    kernels = {job.cut.kernel for phase in kernel.schedule.phases for job in phase.jobs}
+    assert kernels == {"tile", "ordered_linear.warpgroups"}
+    inputs = [allocate(t).copy_(value.view(t.shape)) for t, value in zip(tensors(b.graph, "input"), given, strict=True)]
+    for order in get_args(Order):
+        outputs = [allocate(t) for t in tensors(b.graph, "output")]
+        kernel.launch(inputs, outputs, order=order)
+        for result, want in zip(outputs, wants, strict=True):
+            compare("y", result, want)
+
+
+def order_columns_in(b: Builder, x: _C.Tensor, columns: int) -> list[tuple[str, _C.Tensor]]:
+    """Adds the node, with sums side by side for all rows of x; an ordered_linear's operands."""
+    rows, size = x.shape
+    blocks, pitch = size // columns, -(-rows // 8) * 8
+    ordered = b.buffer("workspace", f"ordered{columns}", x.dtype, [rows, size])
+    sums = b.buffer("workspace", f"sums{columns}", "float32", [blocks, pitch])
+    sums = _C.Tensor(sums.buffer, sums.dtype, [rows, blocks], [1, pitch])
+    parts = [b.view(t, [rows, blocks, columns]) for t in (x, ordered)]
+    made = [("x", parts[0], True, False), ("ordered", parts[1], False, True), ("sums", sums, False, True)]
+    b.graph.add_node("order_columns", made, {}, None, "x")
+    return [("x", ordered), ("x_sums", sums)]
+
+
 class Gated(Products):
     """Gate and up, of one input."""
 
@@ -336,6 +408,10 @@ def test_gate_and_up_share_boxes(rows: int, k: int, workers: int, passes: int, w
             {"n": 4096, "storage": torch.int8, **ROWS},
             {"n": 6144, **FP8},
         ]) for rows in (17, 32, 64)),
+        *((rows, 4096, torch.bfloat16, [{"n": 24576, **INT4}, {"n": 6144, **INT4}]) for rows in (9, 16, 33, 64)),
+        (24, 4096, torch.float16, [
+            {"n": 24576, "scale": torch.float16, "zero": torch.int32, "bias": True, **(WORDS | {"block_columns": 64})},
+        ]),
         *((rows, 4096, dtype, [
             {"n": 24576, "storage": torch.int8, "scale": dtype, "zero": dtype, **GROUPS},
             {"n": 6144, "scale": dtype, "zero": torch.int32, **(WORDS | {"block_columns": 64})},
@@ -544,15 +620,12 @@ def test_an_x_that_warps_copy_line_by_line(weights: str, batch: int) -> None:
     check_decoder(kernel, [40 - i for i in range(batch)], 39, 4e-2)
 
 
-@pytest.mark.parametrize(
-    ("weights", "task", "bodies"), [("int4", "quantized_linear", [1, 1]), ("fp8", "e4m3_linear", [3, 1, 2, 1])]
-)
-def test_a_decoder_whose_warpgroups_multiply_lines(weights: str, task: str, bodies: list[int]) -> None:
-    """Where a norm stands in front, 4 bits have another kernel."""
+@pytest.mark.parametrize(("weights", "task"), [("int4", "ordered_linear"), ("fp8", "e4m3_linear")])
+def test_a_decoder_whose_warpgroups_multiply_lines(weights: str, task: str) -> None:
     sizes = {"hidden": 512, "heads": 4, "groups": 2, "head_dim": 128, "ffn": 1024, "length": 40, "layers": 1}
     kernel = emulate(decoder(batch=24, weights=weights, **sizes), workers=6)
     jobs = [job for phase in kernel.schedule.phases for job in phase.jobs if job.cut.kernel == f"{task}.warpgroups"]
-    assert [len(job.body) for job in jobs] == bodies
+    assert [len(job.body) for job in jobs] == [3, 1, 2, 1]
     check_decoder(kernel, [40 - i for i in range(24)], 39, 4e-2)
 
 
@@ -570,7 +643,7 @@ def test_a_decoder_whose_warps_multiply_together(weights: str, batch: int, kerne
 
 
 # Bytes of what a launch keeps from phase to phase that are in local memory during a phase: no loop reads them.
-KEPT = {("fp8", 24): 8, ("int4", 16): 24, ("int4", 64): 48, ("int8", 64): 16}
+KEPT = {("fp8", 24): 20, ("int4", 16): 12, ("int4", 32): 52, ("int4", 64): 218, ("int8", 64): 16}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,17 @@ from math import prod
 
 from torch_mpk import _C
 
-SIZES = {"bool": 1, "float8_e4m3fn": 1, "int8": 1, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4}
+SIZES = {
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+}
 
 
 # The operands that are a layer's, by what stands before their names.

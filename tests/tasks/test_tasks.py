@@ -259,6 +259,28 @@ def e4m3_linear(x, x_scales, weight, weight_scale, bias, block_rows, block_colum
     return y if bias is None else y + bias
 
 
+def place_in_words(columns):
+    c = torch.arange(columns)
+    return c // 32 * 32 + c % 4 * 8 + c % 32 // 4
+
+
+def order_columns(x):
+    ordered = torch.empty_like(x)
+    ordered[..., place_in_words(x.shape[-1])] = x
+    return ordered, x.sum(-1)
+
+
+def ordered_linear(x, x_sums, weight, weight_scale, bias, zero, block_rows, block_columns):
+    columns = x.shape[1]
+    x = x[:, place_in_words(columns)]
+    codes = torch.stack([weight.to(torch.int32) & 15, weight.to(torch.int32) >> 4 & 15], -1).flatten(1)
+    block = torch.arange(columns) // (block_columns or columns)
+    y = x @ ((codes ^ 8) - 8).float().mul(weight_scale[:, block]).T
+    if zero is not None:
+        y = y + x_sums @ zero[:, block[:: columns // x_sums.shape[1]]].T
+    return y if bias is None else y + bias
+
+
 def nucleus(x, rest, peaks, sums):
     found = []
     for row, part in zip(x.flatten(0, -2).double(), rest.flatten().tolist()):
@@ -295,7 +317,8 @@ def test_reference_equals_formula(task, sample, dtype):
     expected = task.results(globals()[task.name](*wide, **attrs))
     for result, formula in zip(results, expected, strict=True):
         own = dtype
-        if task.name in ("quantise_rows", "e4m3_linear", "dequantise"):  # whose results' dtypes are not x's
+        # Results have other dtypes than x.
+        if task.name in ("quantise_rows", "order_columns", "e4m3_linear", "dequantise"):
             own = result.dtype
         assert result.dtype == (own if formula.is_floating_point() else torch.int64)
         error = 2 * ULP.get(own, 0)

@@ -373,6 +373,57 @@ class TaskLayers:
         sums: GlobalTensor | None = ...,
     ) -> tuple[GlobalTensor, ...]: ...
     @overload
+    def order_columns_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        ordered: GlobalTensor | None = ...,
+        sums: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
+    def order_columns_layer(
+        self,
+        input: GlobalTensor,
+        ordered: GlobalTensor | None = ...,
+        sums: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> tuple[GlobalTensor, ...]: ...
+    @overload
+    def ordered_linear_layer(
+        self,
+        *,
+        x: GlobalTensor,
+        x_sums: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        bias: GlobalTensor | None = ...,
+        zero: GlobalTensor | None = ...,
+        y: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+    ) -> GlobalTensor: ...
+    @overload
+    def ordered_linear_layer(
+        self,
+        input: GlobalTensor,
+        x_sums: GlobalTensor,
+        weight: GlobalTensor,
+        weight_scale: GlobalTensor,
+        output: GlobalTensor | None = ...,
+        grid_dim: Dim3 = ...,
+        block_dim: Dim3 = ...,
+        *,
+        bias: GlobalTensor | None = ...,
+        zero: GlobalTensor | None = ...,
+        block_rows: int,
+        block_columns: int,
+    ) -> GlobalTensor: ...
+    @overload
     def paged_decode_layer(
         self,
         *,

@@ -15,6 +15,7 @@
 #include "../../schedule/rewrite.h"
 #include "blocks.h"
 #include "format_members.h"
+#include "ordered.h"
 #include "quantized_tiles.h"
 #include "tiles.h"
 #include "writer.h"
@@ -53,7 +54,7 @@ class Dequantises {
  private:
   bool takes(const Node& node) const {
     if (node.def->name != "quantized_linear" || WeightFormat::refuses(node)) return false;
-    if (are_many_rows_ && converts_tiles(graph_, node, target_)) return false;
+    if (are_many_rows_ ? converts_tiles(graph_, node, target_) : takes_ordered_x(graph_, node, target_)) return false;
     const WeightFormat format = WeightFormat::of(node);
     const Tensor &x = node.operand("x").tensor, &y = node.operands.back().tensor;
     const bool is_known = std::ranges::all_of(node.operands, [&](const Operand& operand) {

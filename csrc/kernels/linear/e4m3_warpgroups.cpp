@@ -36,7 +36,7 @@ class E4M3Warpgroups : public WarpgroupsKernel {
     return WarpgroupsKernel::refuses(schedule, job);
   }
 
-  double line_ns(const WeightFormat&, int64_t) const override { return kLineNs; }
+  double line_ns(const WeightFormat&) const override { return kLineNs; }
 
   std::optional<std::string> refuses_format(const Node& node) const override {
     const WeightFormat f = WeightFormat::of(node);

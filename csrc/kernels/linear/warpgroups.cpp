@@ -1,6 +1,7 @@
 #include "warpgroups.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "../../codegen/text.h"
@@ -24,8 +25,9 @@ int64_t x_rows(int64_t batch) { return round_up(batch, 8); }
 
 class Cutter {
  public:
-  Cutter(const Linears& job, const WeightFormat& format, double line_ns, bool prepares_x)
-      : job_(job), format_(format), line_ns_(line_ns), prepares_x_(prepares_x) {}
+  // `sums(columns)`: those of a row of x that a stage of so many columns has.
+  Cutter(const Linears& job, const WeightFormat& format, double line_ns, std::function<int64_t(int64_t)> sums)
+      : job_(job), format_(format), line_ns_(line_ns), sums_(std::move(sums)) {}
 
   // The fastest over split_k, the height of boxes, and whether parts share them.
   WarpgroupsCut best() const {
@@ -47,7 +49,7 @@ class Cutter {
     const int64_t turns = boxes == 1 || c.joins_boxes() ? kWarpgroups : 1;
     const int64_t blocks = turns * boxes * divide_up(c.rows_in_entry(), kWarpRows);
     const int64_t sums = blocks * x_rows(job_.batch) * kSumPitch * 4;
-    const int64_t of_x = prepares_x_ ? c.stage_columns / sum_columns() * x_rows(job_.batch) * 4 : 0;
+    const int64_t of_x = sums_(c.stage_columns) * x_rows(job_.batch) * 4;
     return std::max(c.stages * stage_bytes(c.stage_columns), sums) + c.stages * of_x + kBoxAlignment;
   }
 
@@ -80,10 +82,6 @@ class Cutter {
     if (c.joins_boxes()) return kMostHeld;
     return std::max<int64_t>(kWarpgroups * (job_.batch <= kFewRows ? 2 : 1) / job_.parts, 1);
   }
-  int64_t sum_columns() const {
-    const int64_t line = format_.columns_of(kWarpgroupLineBytes);
-    return format_.scales_rows() ? line : std::min(format_.block_columns, line);
-  }
   int64_t stage_bytes(int64_t columns) const { return x_rows(job_.batch) * columns * job_.element; }
   // As wide a stage as has few bytes: warpgroups wait for each.
   int64_t stage_columns(int64_t split) const {
@@ -110,7 +108,7 @@ class Cutter {
   const Linears& job_;
   const WeightFormat format_;
   const double line_ns_;
-  const bool prepares_x_;
+  const std::function<int64_t(int64_t)> sums_;
 };
 
 }  // namespace
@@ -181,7 +179,7 @@ std::optional<std::string> WarpgroupsKernel::refuses(const Schedule& schedule, c
 std::vector<Cut> WarpgroupsKernel::candidates(const Schedule& schedule, const Job& job) const {
   const Linears linears(schedule, job);
   const WeightFormat format = format_of(schedule, job);
-  const Cutter cutter(linears, format, line_ns(format, linears.batch), prepares_x(format, linears.batch));
+  const Cutter cutter(linears, format, line_ns(format), [&](int64_t columns) { return sums_of_x(format, columns); });
   const WarpgroupsCut best = cutter.best();
   Cut cut = job.cut;
   cut.input = Input::kBoxStages;
@@ -219,7 +217,7 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   proof.require(own.stage_columns > 0 && own.stage_columns % kLeastColumns == 0 && own.stage_columns <= kMostColumns &&
                     linears.size % own.stage_columns == 0,
                 "x does not come in whole stages");
-  const Cutter cutter(linears, format, line_ns(format, linears.batch), prepares_x(format, linears.batch));
+  const Cutter cutter(linears, format, line_ns(format), [&](int64_t columns) { return sums_of_x(format, columns); });
   const WarpgroupsCut c{s, own};
   proof.require(linears.workers / own.split > 0 && cutter.can_split(c),
                 proof.str(own.split) + " workers share tiles, but their parts are not equal, or take more than a pass");

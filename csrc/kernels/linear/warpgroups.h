@@ -52,10 +52,10 @@ class WarpgroupsKernel : public Kernel {
   WarpgroupsKernel(std::string name, int64_t fewest_rows) : Kernel(std::move(name)), fewest_rows_(fewest_rows) {}
 
   std::optional<std::string> refuses_size(const Tensor& x) const;
-  // A warpgroup's time for a line of a box with so many rows of x, while the other one works as well.
-  virtual double line_ns(const WeightFormat& format, int64_t rows) const = 0;
-  // Whether producer warps find sums of x's columns, of those of a line that share a scale.
-  virtual bool prepares_x(const WeightFormat&, int64_t) const { return false; }
+  // A warpgroup's time for a line of a box, while the other one works as well.
+  virtual double line_ns(const WeightFormat& format) const = 0;
+  // Sums of so many columns of a row of x, which a stage has beside them.
+  virtual int64_t sums_of_x(const WeightFormat&, int64_t /*columns*/) const { return 0; }
   // Why it refuses a node's format, beside that of x.
   virtual std::optional<std::string> refuses_format(const Node& node) const = 0;
 

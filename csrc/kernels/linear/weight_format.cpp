@@ -31,7 +31,7 @@ WeightFormat WeightFormat::of(const Node& node) {
   const int64_t word_rows = weight.dtype == DType::kI32 && size_of(weight, 0) == columns ? kWordRows : 1;
   const int64_t rows = size_of(weight, 1) * word_rows;
   const bool has_static_x = node.find("x_scale") != nullptr;
-  const int64_t x_columns = x == nullptr ? 0 : has_static_x ? columns : node.int_attr("x_columns");
+  const int64_t x_columns = has_static_x ? columns : node.attrs.contains("x_columns") ? node.int_attr("x_columns") : 0;
   const Operand* zero = node.find("zero");
   return {weight.dtype,
           scale.dtype,

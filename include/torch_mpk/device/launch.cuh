@@ -99,15 +99,8 @@ MPK_DEVICE const JobRow* next_job(const JobRow* job) {
 // holds columns of x, or the rows that a split of attention needs.
 struct StageBarriers {
   uint64_t full[kStages], empty[kStages];
-  // Copies that a producer warp waits for itself, and how many there have been.
-  uint64_t landed[kProducerWarps];
-  uint32_t landings[kProducerWarps];
 
   MPK_DEVICE void init() {
-    for (int i = 0; i < kProducerWarps; i++) {
-      ptx::mbar_init(&landed[i], 1);
-      landings[i] = 0;
-    }
     for (int i = 0; i < kStages; i++) {
       ptx::mbar_init(&full[i], 32 * kProducerWarps);
       ptx::mbar_init(&empty[i], (kConsumerWarps - kProducerWarps) * kLanesThatArrive);

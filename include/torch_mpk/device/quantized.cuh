@@ -1,4 +1,4 @@
-// The number formats of quantised weights and scales, and how x is quantised.
+// The number formats of quantised weights and scales, and how x is quantised or put in order for them.
 #pragma once
 
 #include "torch_mpk/device/arch/arch.cuh"
@@ -38,6 +38,15 @@ MPK_DEVICE float to_float(E2M1 v) {
 }
 
 inline constexpr float kLargestE4M3 = 448, kLeastScale = 1e-12f;
+
+// Products with words of eight 4-bit weights have the columns of x in another order: in so many, column c is at c % 4 *
+// 8 + c / 4, since the low and the high half of a word become numbers together.
+inline constexpr int kOrderedColumns = 32;
+
+// Eight columns of x as the four pairs of a word's weights. Each is one of the four of 8 columns of ordered ones.
+MPK_DEVICE uint4 in_order_of_words(const uint4& x) {
+  return {ptx::low_halves(x.x, x.z), ptx::high_halves(x.x, x.z), ptx::low_halves(x.y, x.w), ptx::high_halves(x.y, x.w)};
+}
 
 // Rounds a float to e4m3: to nearest, ties to even, saturating.
 MPK_DEVICE float round_e4m3(float v) {

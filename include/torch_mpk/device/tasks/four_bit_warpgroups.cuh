@@ -1,11 +1,11 @@
-// quantized_linear of 4-bit weights with 9 to 16 rows of x, by warpgroups. As in quantized_warpgroups.cuh weights
-// become numbers of x's type in registers. But here a lane takes a word of eight columns at a time, and numbers are
-// multiplied before they have scales or zero points: one instruction makes two of a word, above a power of two
+// ordered_linear: linears of 4-bit weights with 9 to 64 rows of x, by warpgroups. As in quantized_warpgroups.cuh
+// weights become numbers of x's type in registers. But here a lane takes a word of eight columns at a time, and numbers
+// are multiplied before they have scales or zero points: one instruction makes two of a word, above a power of two
 // (FourBits). The sums of columns that share a scale go to other registers, times that scale. What their weights are
 // above is taken from them then, and zero points are added, times the sums of these columns of x.
 //
-// So columns of x stand in the order in which lanes have weights, see quantized_x.cuh. The producer warps put them in
-// it, and find their sums. Each takes every kProducerWarps'th stage, which the copy engine brings to it alone.
+// Columns of x stand in the order in which lanes have weights, see order_columns, which has also made the sums. The
+// copy engine brings those of a stage beside it.
 #pragma once
 
 #include "torch_mpk/device/tasks/quantized_warpgroups.cuh"
@@ -13,89 +13,9 @@
 namespace mpk::linear {
 
 template <class V, class C>
-concept FourBitWarpgroupsVariant =
-    QuantizedWarpgroupsVariant<V, C> && V::kWeightBits == 4 && Constants<bool, V::kPreparesX>;
-
-// The sums of a stage's columns, [group][row of x].
-template <class V>
-MPK_DEVICE float* sums_of_stage(const uint8_t* stages, uint32_t offset) {
-  using S = RowsShape<V>;
-  float* all = reinterpret_cast<float*>(const_cast<uint8_t*>(stages) + S::kFactorsOffset);
-  return all + offset / S::kStageBytes * S::kStageSums;
-}
-
-// Finds the sums of a stage's groups of columns, as products with ones, and puts the columns in order.
-template <class V>
-MPK_DEVICE void prepare_boxes(uint8_t* stage, float* sums, int lane) {
-  using S = RowsShape<V>;
-  constexpr uint32_t kOnes = FourBits<typename V::T>::kOnes;
-  constexpr int kSlices = sum_columns<V>() / 32;
-  const int row = lane / 4, own = lane % 4;
-#pragma unroll 1
-  for (int n = 0; n < V::kXRows / 8; n++)
-#pragma unroll 1
-    for (int group = 0; group < V::kStageColumns / sum_columns<V>(); group++) {
-      SumFragment of_group[2] = {};
-      uint4 words[kSlices];
-      // The place of 16 bytes of a slice, in the copy engine's swizzle.
-      const auto place = [&](int slice, int i) {
-        const int number = group * kSlices + slice;
-        return stage + number / 2 * S::kBlockPitch + (8 * n + row) * kBoxRowBytes + ((number % 2 * 4 + i) ^ row) * 16;
-      };
-#pragma unroll
-      for (int slice = 0; slice < kSlices; slice++) {
-        words[slice] = *reinterpret_cast<const uint4*>(place(slice, own));
-        ptx::mma<typename V::T>(of_group[0], {kOnes, kOnes, kOnes, kOnes}, {words[slice].x, words[slice].y});
-        ptx::mma<typename V::T>(of_group[1], {kOnes, kOnes, kOnes, kOnes}, {words[slice].z, words[slice].w});
-      }
-      __syncwarp();
-#pragma unroll
-      for (int slice = 0; slice < kSlices; slice++) {
-        const uint4 ordered = in_order_of_words(words[slice]);
-        const uint32_t pairs[4] = {ordered.x, ordered.y, ordered.z, ordered.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t*>(place(slice, i))[own] = pairs[i];
-      }
-      if (row == 0)
-        reinterpret_cast<float2*>(sums + group * V::kXRows + 8 * n)[own] = {of_group[0][0] + of_group[1][0],
-                                                                            of_group[0][1] + of_group[1][1]};
-    }
-}
-
-// The producer warps' part. False when the launch was aborted.
-template <class V, class C>
-MPK_DEVICE bool load_ordered_boxes(C& c, const Job& job, uint8_t* stages) {
-  using S = RowsShape<V>;
-  const uint32_t own = c.warp - S::kWarps;
-  uint64_t* landed = &c.stages().landed[own];
-  uint32_t landings = c.stages().landings[own];
-  const void* map = V::map_of_x(job);
-  const Chunks<V> chunks(c.worker(job));
-  bool is_aborted = false;
-#pragma unroll 1
-  for (uint32_t turn = own; turn < S::kNumStages; turn += kProducerWarps) {
-    const StageState<V> place(c.stage + turn);
-    if ((is_aborted = !__all_sync(~0u, place.await_free(c)))) break;
-    uint8_t* stage = stages + place.offset();
-    ptx::fence_proxy_async();  // other threads' writes to memory, and to the stage's place
-    if (c.lane == 0) {
-      ptx::mbar_arrive_expect(landed, S::kBytesOfX);
-      ptx::box_load(stage, map, 0, chunks.at(turn) * S::kBlocksOfStage, landed, ptx::kEvictNormal);
-    }
-    while (!ptx::mbar_test(landed, landings & 1)) {
-    }
-    landings++;
-    prepare_boxes<V>(stage, sums_of_stage<V>(stages, place.offset()), c.lane);
-    ptx::fence_proxy_async_shared();  // tensor cores read what it has written
-    uint64_t* full = &c.stages().full[place.barrier()];
-#pragma unroll
-    for (int i = 0; i < kProducerWarps; i++) ptx::mbar_arrive(full);
-  }
-  __syncwarp();
-  if (c.lane == 0) c.stages().landings[own] = landings;
-  __syncwarp();
-  return !is_aborted;
-}
+concept FourBitWarpgroupsVariant = QuantizedWarpgroupsVariant<V, C> && V::kWeightBits == 4 && requires(const Job& job) {
+  { V::x_sums(job) } -> Same<const float*>;  // [block of columns][row of x]
+};
 
 // Adds a group's products to the sums of its box. `x`: the sums of its columns, from the lane's first row on.
 template <int columns>
@@ -199,7 +119,7 @@ MPK_DEVICE void compute_four_bit_warpgroups(C& c, const Job& job) {
   static_assert(FourBitWarpgroupsVariant<V, C>);
   compute_by_warpgroups<V, false>(
       c, job, [&](Span tiles) { LineFactors<V>::fetch(job, tiles, c.rank); },
-      [&](uint8_t* stages) { return load_ordered_boxes<V>(c, job, stages); },
+      [&](uint8_t* stages) { return load_boxes<V>(c, job, stages); },
       [&](Span pass, HeldSums<V>& sums, const uint8_t* stages) { multiply_words<V>(c, job, pass, sums, stages); });
 }
 

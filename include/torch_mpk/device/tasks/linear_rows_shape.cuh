@@ -84,15 +84,10 @@ constexpr bool joins_parts() {
   }
 }
 
-// Whether producer warps put the columns of x in the order of weights, and find sums of them: see
-// four_bit_warpgroups.cuh.
+// Whether stages have sums of x's columns beside them: see four_bit_warpgroups.cuh.
 template <class V>
-constexpr bool prepares_x() {
-  if constexpr (requires { V::kPreparesX; }) {
-    return V::kPreparesX;
-  } else {
-    return false;
-  }
+constexpr bool has_sums_of_x() {
+  return requires(const Job& job) { V::x_sums(job); };
 }
 // The columns of such a sum: those of a line that share a scale.
 template <class V>
@@ -151,9 +146,9 @@ struct RowsShape {
   static constexpr int kSumBytes = (kHasSubtiles ? kWarpgroups * kBlocksOfBox : kSumBlocks) * kBlockFloats * 4;
   // Sums stand behind staged x, and otherwise take the place of its stages.
   static constexpr int kSumsOffset = V::kStaged ? (kStageBytes + 127) / 128 * 128 : 0;
-  // The factors of rows stand behind stages and sums; or the sums of the columns of each stage, group after group.
+  // The factors of rows stand behind stages and sums; or the sums of the columns of each stage, block after block.
   static constexpr int kFactorsOffset = kXBytes > kSumBytes ? kXBytes : kSumBytes;
-  static constexpr int kStageSums = prepares_x<V>() ? V::kStageColumns / sum_columns<V>() * V::kXRows : 0;
+  static constexpr int kStageSums = has_sums_of_x<V>() ? V::kStageColumns / sum_columns<V>() * V::kXRows : 0;
   static constexpr int kFactorBytes = (V::kScalesRows ? V::kBatch : kStagesHeld * kStageSums) * 4;
   // Aligning boxes, and the sums in their place, takes up to kBoxAlignment bytes more.
   static constexpr int kStagedBytes =
@@ -197,6 +192,14 @@ struct StageState {
                         WarpRole::kConsumer, Waiting::kFreeSlot, barrier(), number);
   }
 };
+
+// The sums of a stage's columns, [block of columns][row of x]; `offset`: of the stage's place.
+template <class V>
+MPK_DEVICE float* sums_of_stage(const uint8_t* stages, uint32_t offset) {
+  using S = RowsShape<V>;
+  float* all = reinterpret_cast<float*>(const_cast<uint8_t*>(stages) + S::kFactorsOffset);
+  return all + offset / S::kStageBytes * S::kStageSums;
+}
 
 // How warps share the blocks of a pass: each warp has `held` blocks, or `sharers` warps take turns at a block. Numbers
 // are small, so comparisons replace divisions, which would take longer than the work they place.

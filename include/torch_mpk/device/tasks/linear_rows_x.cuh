@@ -73,8 +73,12 @@ MPK_DEVICE bool load_boxes(C& c, const Job& job, uint8_t* stages) {
     uint64_t* full = &c.stages().full[place.barrier()];
     if (!__all_sync(~0u, place.await_free(c))) break;
     if (c.lane == 0) {
-      ptx::mbar_arrive_expect(full, S::kBytesOfX);
-      ptx::box_load(stages + place.offset(), map, 0, chunks.at(turn) * S::kBlocksOfStage, full, ptx::kEvictNormal);
+      const uint32_t number = chunks.at(turn);
+      ptx::mbar_arrive_expect(full, S::kBytesOfX + S::kStageSums * 4);
+      ptx::box_load(stages + place.offset(), map, 0, number * S::kBlocksOfStage, full, ptx::kEvictNormal);
+      if constexpr (S::kStageSums > 0)
+        ptx::bulk_load(sums_of_stage<V>(stages, place.offset()), V::x_sums(job) + number * S::kStageSums,
+                       S::kStageSums * 4, full, ptx::kEvictNormal);
     } else {
       ptx::mbar_arrive(full);
     }

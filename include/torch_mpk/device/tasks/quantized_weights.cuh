@@ -55,11 +55,6 @@ struct FourBits {
   }
 };
 
-// Eight columns of x as four pairs, in the order in which `FourBits` has a word's weights.
-MPK_DEVICE uint4 in_order_of_words(const uint4& x) {
-  return {ptx::low_halves(x.x, x.z), ptx::high_halves(x.x, x.z), ptx::low_halves(x.y, x.w), ptx::high_halves(x.y, x.w)};
-}
-
 // Four weights of 8 bits as two pairs of float16.
 template <class V>
 MPK_DEVICE void to_halves(uint32_t word, uint32_t& first, uint32_t& second) {
