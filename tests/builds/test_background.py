@@ -168,6 +168,51 @@ def test_a_process_that_ends_leaves_neither_compiler_nor_thread(tmp_path, end):
     assert has_ended(written(tmp_path / "pid"))
 
 
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from torch_mpk.jit.compiler import run
+
+folder = Path(sys.argv[1])
+threading.Thread(target=run, args=(["sh", "-c", "sleep 600 & echo $$ $! > pids; wait"], folder)).start()
+while not ((folder / "pids").exists() and (folder / "pids").read_text().endswith("\\n")): time.sleep(0.01)
+if (child := os.fork()) == 0: time.sleep(600)
+(folder / "child").write_text(str(child))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_compiler(tmp_path):
+    """Nor what that has started, also where a forked child lives on with copies of what the process had open."""
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=200).returncode == -signal.SIGKILL
+    child = int((tmp_path / "child").read_text())
+    assert is_alive(child)
+    try:
+        assert all(has_ended(int(each)) for each in (tmp_path / "pids").read_text().split())
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_compiler_goes_on_when_other_threads_and_children_end(tmp_path):
+    script = "echo begun; touch begun; while [ ! -e go_on ]; do sleep 0.01; done; echo ended"
+    done = []
+    slow = threading.Thread(target=lambda: done.append(run(["sh", "-c", script], tmp_path)))
+    slow.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    quick = threading.Thread(target=lambda: done.append(run(["sh", "-c", "echo fails; exit 3"], tmp_path)))
+    quick.start()
+    quick.join()
+    if (child := os.fork()) == 0:
+        os._exit(0 if run(["true"], tmp_path).ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slow.join(0.5)
+    assert slow.is_alive()
+    (tmp_path / "go_on").touch()
+    slow.join()
+    assert [(each.ok, each.log) for each in done] == [(False, "fails\n"), (True, "begun\nended\n")]
+
+
 def test_a_forked_child_asks_anew_and_the_parent_goes_on():
     owner = Owner()
     first = Blocked(owner)

@@ -5,9 +5,9 @@ Threads begin with a job and end with the last. Few builds wait at a time, and a
 that what they hold is bounded. It takes no lock that a call needs, and a call learns of a result by reading it.
 
 Nothing of it outlives the process: at its end waiting jobs are dropped, the compilers that run are ended, and threads
-are awaited; they go on to the end of their stages at most. A forked child has no such thread, and asks for its builds
-anew. While this process forks, no thread traces: what PyTorch traces with stands on a stack of the process, of which
-the child would have a copy.
+are awaited; they go on to the end of their stages at most. Compilers end with a process that is killed, too. A forked
+child has no such thread, and asks for its builds anew. While this process forks, no thread traces: what PyTorch traces
+with stands on a stack of the process, of which the child would have a copy.
 """
 
 from __future__ import annotations

@@ -21,6 +21,21 @@ from torch_mpk.jit.manifest import Reading, parse_rule, parse_search
 
 MIN_VERSION = (12, 8)
 
+# Runs a compiler beside a watcher that kills their process group, itself too, at the end of standard input. That pipe
+# ends with the process that holds its other end, also where a signal kills it. A signal of the kernel at a parent's end
+# (PR_SET_PDEATHSIG) would not do: it comes as the thread ends that forked, and what a compiler starts gets none.
+_WATCHED = """\
+exec 3<&0 </dev/null
+{ read -r line <&3; kill -9 0; } >/dev/null 2>&1 &
+"$@" 3<&-
+code=$?
+kill -9 $!
+wait $! 2>/dev/null
+exit $code
+"""
+
+_pipes: set[int] = set()  # both ends of each compiler's
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -33,7 +48,7 @@ def run(command: Sequence[str], folder: Path, **variables: str) -> Compiled:
     """Runs a compiler in the folder of its build, with these variables added to its environment.
 
     Where the caller is interrupted, the compiler and what it has started end with it: they are a process group. So they
-    do where the build is dropped, in whatever thread.
+    do where the build is dropped, in whatever thread, and where this process is killed.
     """
     process: subprocess.Popen[str] | None = None
 
@@ -42,28 +57,52 @@ def run(command: Sequence[str], folder: Path, **variables: str) -> Compiled:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    try:
-        with _interrupts_held():  # else one that came before the process has a name would leave it running
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=os.environ
-                | {"TMPDIR": str(folder.resolve())}
-                | variables,  # what it does not clear up goes with the folder
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        with ended_by(kill):
-            log, _ = process.communicate()
-    except BaseException:
-        if process is not None:
-            with process:
-                kill()
-        raise
+    with _pipe_of_this_process() as pipe:
+        try:
+            with _interrupts_held():  # else one that came before the process has a name would leave it running
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", _WATCHED, "sh", *command],
+                    cwd=folder,
+                    env=os.environ
+                    | {"TMPDIR": str(folder.resolve())}
+                    | variables,  # what it does not clear up goes with the folder
+                    stdin=pipe,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
+            with ended_by(kill):
+                log, _ = process.communicate()
+        except BaseException:
+            if process is not None:
+                with process:
+                    kill()
+            raise
     return Compiled(process.returncode == 0, shlex.join(command), log)
+
+
+@contextlib.contextmanager
+def _pipe_of_this_process() -> Iterator[int]:
+    """The end to read from. Only this process holds the other."""
+    reader, writer = os.pipe()
+    _pipes.update((reader, writer))
+    try:
+        yield reader
+    finally:
+        for end in (reader, writer):
+            _pipes.discard(end)
+            os.close(end)
+
+
+def _close_pipes() -> None:
+    """In a forked child, which would hold them open when its parent is gone."""
+    while _pipes:
+        os.close(_pipes.pop())
+
+
+os.register_at_fork(after_in_child=_close_pipes)
 
 
 @contextlib.contextmanager
