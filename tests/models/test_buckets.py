@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.lowering.harness import run as run_lowered
 from tests.models.stepping import STRICT
-from tests.models.test_prompts import GPU_SIZES, Prompting, compiled, new_cache
+from tests.models.test_prompts import GPU_SIZES, WINDOW, Prompting, compiled, new_cache
 from tests.thinned import thinned
 from torch_mpk import lowering
 from torch_mpk.backend import pipeline
@@ -86,6 +86,38 @@ def test_a_prompt_in_a_bucket_is_eager_s(
     alone = {first} | ({1} & {*others}) | ({3} & {*others} if kwargs.get("logits_to_keep") == 3 else set())
     built = {bucket_of(length, 8192, "cpu") for length in others if length not in alone}
     assert len(list(tmp_path.iterdir())) == len(alone) + len(built)
+
+
+MIXED_LAYERS = {"num_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("padding", "attention", "dtype", "config", "kwargs"),
+    thinned(
+        [
+            ([0, 3], "sdpa", torch.float32, MIXED_LAYERS, {}),
+            ([0], "eager", torch.bfloat16, MIXED_LAYERS, {}),
+            ([0, 0, 0], "sdpa", torch.bfloat16, {"num_layers": 1}, {"logits_to_keep": 1}),
+        ],
+        0,
+    ),
+)
+def test_prompts_behind_a_full_window_share_buckets(
+    padding: list[int],
+    attention: str,
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    kwargs: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(attention=attention, dtype=dtype, **(WINDOW | {"sliding_window": 16} | config))
+    prompting = Prompting(len(padding), padding, 300, model)
+    prompting.take(20, **kwargs)  # fills the window
+    for length in (24, 31, 32, 33, 24, 16, 15, 2):
+        prompting.take(length, **kwargs)
+    assert len(list(tmp_path.iterdir())) == 4  # the first length's, and buckets of 32, 48 and 16
 
 
 @pytest.mark.parametrize(
@@ -180,19 +212,20 @@ def test_the_same_prompt_has_the_same_bits_whatever_ran_between(device: str) -> 
         assert last.is_contiguous()
 
 
+def emulated(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Runs prompts in a bucket of 64 on an emulated GPU."""
+    captured = capture(gm, inputs, conditional=True)
+    prompt = Prompt(captured, Numbers.of(captured).length)
+    with tracing(None):
+        lowered = lowering.lower(apply(prompt.graph(64).graph_module))
+        kernel = emulate(lowered.graph, polled=True)
+    return prompt.callable(lambda *args: run_lowered(lowered, args, kernel.launch))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "is_padded"), [(2, True), (1, False)])
 def test_the_kernel_of_a_bucket_is_eager_s_on_an_emulated_gpu(batch: int, is_padded: bool) -> None:
     model = tiny_model(dtype=torch.bfloat16, num_layers=1, **(GPU_SIZES | {"intermediate_size": 128}))
-
-    def emulated(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        captured = capture(gm, inputs, conditional=True)
-        prompt = Prompt(captured, Numbers.of(captured).length)
-        with tracing(None):
-            lowered = lowering.lower(apply(prompt.graph(64).graph_module))
-            kernel = emulate(lowered.graph, polled=True)
-        return prompt.callable(lambda *args: run_lowered(lowered, args, kernel.launch))
-
     ours = torch.compile(model, backend=emulated)
     caches = [new_cache(model, batch, 128) for _ in range(2)]
     present = torch.ones(batch, 93, dtype=torch.int64)
@@ -213,13 +246,38 @@ def test_the_kernel_of_a_bucket_is_eager_s_on_an_emulated_gpu(batch: int, is_pad
         torch.testing.assert_close(*(getattr(cache.layers[0], held) for cache in caches))
 
 
+@pytest.mark.slow
+def test_a_window_and_a_prompt_behind_it_are_eager_s_on_an_emulated_gpu() -> None:
+    table, weight = torch.randn(96, 128).bfloat16(), (torch.randn(128, 128) / 8).bfloat16()
+
+    def function(ids: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        x = F.linear(F.embedding(ids, table), weight)
+        joined = torch.cat([held[:, 1:], x], 1)
+        q, k = (t.unflatten(2, (2, 64)).transpose(1, 2) for t in (x, joined))
+        held.copy_(joined[:, -8:])
+        query, key = torch.arange(x.shape[1])[:, None] + 7, torch.arange(joined.shape[1])
+        return F.scaled_dot_product_attention(q, k, k, (key <= query) & (key > query - 8))
+
+    ours, held = torch.compile(function, backend=emulated), [torch.randn(2, 8, 128).bfloat16()]
+    held.append(held[0].clone())
+    with torch.inference_mode():
+        for length in (40, 64, 3):
+            ids = marked(random_ids(2, length))
+            results = [run(ids, window) for run, window in zip((ours, function), held)]
+            torch.testing.assert_close(*results, rtol=0.02, atol=0.1)
+            torch.testing.assert_close(*held, rtol=0.02, atol=0.1)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "padding"), [(1, [0]), (3, [0, 4, 60]), (8, [0, 1, 2, 3, 4, 5, 6, 60])])
+@pytest.mark.parametrize(
+    ("batch", "padding", "config"),
+    [(1, [0], {}), (3, [0, 4, 60], {}), (8, [0, 1, 2, 3, 4, 5, 6, 60], {}), (1, [0], WINDOW), (2, [0, 60], WINDOW)],
+)
 def test_a_prompt_in_a_bucket_on_a_gpu_is_eager_s(
-    batch: int, padding: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int, padding: list[int], config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
-    model = tiny_model(dtype=torch.bfloat16, device="cuda", **GPU_SIZES)
+    model = tiny_model(dtype=torch.bfloat16, device="cuda", **(GPU_SIZES | config))
     prompting = Prompting(batch, padding, 600, model)
     for length in (70, 127, 128, 129, 17, 66):
         prompting.take(length)
@@ -298,6 +356,7 @@ def test_prompts_run_eagerly_while_their_bucket_is_built(tmp_path: Path, monkeyp
 
 WEIGHT = torch.randn(96, 16)
 KEYS = torch.randn(1, 2, 64, 8)
+HELD = torch.randn(1, 5, 16)
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:
@@ -308,8 +367,22 @@ def attend_to_itself(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True)
 
 
-def scores(x: torch.Tensor) -> torch.Tensor:
-    return x @ x.transpose(1, 2) / 64
+def scores(x: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+    return x @ (x if keys is None else keys).transpose(1, 2) / 64
+
+
+def behind(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([HELD, x], 1)
+
+
+def attend_to_a_window(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[1] + HELD.shape[1])
+    mask = places <= torch.arange(x.shape[1])[:, None] + HELD.shape[1]
+    return F.scaled_dot_product_attention(heads(x), heads(behind(x)), heads(behind(x)), mask)
+
+
+def attend_from_the_first(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(heads(x), heads(behind(x)), heads(behind(x)), is_causal=True)
 
 
 def write_behind(x: torch.Tensor) -> torch.Tensor:
@@ -329,6 +402,10 @@ APART: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": attend_to_itself,
     "weights": lambda x: torch.softmax(scores(x), -1) @ x,
     "written": lambda x: KEYS.clone().index_copy_(2, torch.arange(x.shape[1]) + 3, heads(x)),
+    "chosen": lambda x: WEIGHT[torch.arange(x.shape[1])],
+    "behind a window": attend_to_a_window,
+    "weights of a window": lambda x: torch.softmax(scores(x, behind(x)), -1) @ behind(x),
+    "last of a window": lambda x: behind(x)[:, -24:],
 }
 MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
     "cumsum": lambda x: x.cumsum(1),
@@ -353,7 +430,11 @@ MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
     "norm": lambda x: F.layer_norm(x, x.shape[1:]),
     "counter": lambda x: torch.arange(x.shape[1]).add_(1) * 2,
     "divisors": lambda x: 7 % (x.abs().long() + 1),  # a padded one may be 0, which raises on the CPU
-    "chosen": lambda x: WEIGHT[torch.arange(x.shape[1])],
+    "window given back": behind,
+    "window cut": lambda x: behind(x)[:, 1:][:, -4:],
+    "window at the end": lambda x: torch.cat([x, HELD], 1)[:, -4:],
+    "window counted from its first": attend_from_the_first,
+    "keys of a window cut": lambda x: torch.softmax(scores(x, behind(x)), -1)[..., 1:] @ behind(x)[:, 1:],
 }
 
 

@@ -6,7 +6,7 @@ front, because what is read off the end, such as the last position's logits, sta
 
 What stands at a padded position is nobody's, so no other may depend on it: every operation is checked to make each
 position of what that position alone holds. Caches have no padded positions: theirs lie far below 0, where nothing is
-written and no key is seen.
+written and no key is seen. What a full window holds comes behind the padding, in front of the prompt's own positions.
 """
 
 from __future__ import annotations
@@ -155,6 +155,8 @@ class _Check:
         tables: slices of the first rows of something, one for each position, and the dimensions of these rows.
         first: nodes that take the first position.
         sized: nodes to which the number of positions is a size, rather than a value.
+        chosen: nodes that look something up for each position, by numbers that padded ones have none of.
+        joined: what a full window holds, and the positions behind it.
         attending: attention to the prompt's own keys, and softmax of its scores: padded keys are to be hidden from it.
         weights: what such softmax gives, 0 for padded keys.
     """
@@ -166,6 +168,8 @@ class _Check:
         self.tables: dict[fx.Node, int] = {}
         self.first: set[fx.Node] = set()
         self.sized: set[fx.Node] = set()
+        self.chosen: set[fx.Node] = set()
+        self.joined: set[fx.Node] = set()
         self.attending: set[fx.Node] = set()
         self.weights: set[fx.Node] = set()
         self._inputs: frozenset[int] = frozenset()  # storages of those that have positions
@@ -176,26 +180,32 @@ class _Check:
         number = value(node) if isinstance(node, fx.Node) else node
         return _is_symbolic(number) and self.symbol in number.node.expr.free_symbols
 
-    def is_length(self, node: Any) -> bool:
+    def ahead(self, node: Any) -> int | None:
+        """How many more than the prompt's positions a number is: those of a window in front; None if it is not so."""
         number: Any = value(node) if isinstance(node, fx.Node) else node
-        return self.is_number(number) and bool(number.node.expr == self.symbol)
+        more = number.node.expr - self.symbol if self.is_number(number) else None
+        return int(more) if more is not None and more.is_Integer and more >= 0 else None
+
+    def is_length(self, node: Any) -> bool:
+        return self.ahead(node) == 0
 
     def dim(self, tensor: Any) -> int | None:
-        """Which dimension of a tensor, or of a node's, has a prompt's positions; None where none has."""
+        """Which dimension of a tensor, or of a node's, has a prompt's positions, maybe behind those of a window; None
+        where none has."""
         tensor = value(tensor) if isinstance(tensor, fx.Node) else tensor
         if not isinstance(tensor, torch.Tensor):
             return None
         dims = [d for d, n in enumerate(tensor.shape) if self.is_number(n)]
-        if len(dims) > 1 or not all(self.is_length(tensor.shape[d]) for d in dims):
+        if len(dims) > 1 or any(self.ahead(tensor.shape[d]) is None for d in dims):
             raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} has positions not side by side")
         return dims[0] if dims else None
 
     def is_pair(self, tensor: Any) -> bool:
         """Whether a tensor, or a node's, has a number for each query and each key of a prompt: its last two sizes."""
         tensor = value(tensor) if isinstance(tensor, fx.Node) else tensor
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or any(map(self.is_number, tensor.shape[:-2])):
             return False
-        return all(map(self.is_length, tensor.shape[-2:])) and not any(map(self.is_number, tensor.shape[:-2]))
+        return self.is_length(tensor.shape[-2]) and self.ahead(tensor.shape[-1]) is not None
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "call_function" and any(map(self.is_pair, (node, *node.all_input_nodes))):
@@ -203,7 +213,9 @@ class _Check:
             return
         dims = [self.dim(t) for t in tensors(node)]
         if node.op == "placeholder":
-            self._inputs |= storages(node) if dims != [None] and dims else frozenset()
+            for dim in dims:
+                self._expect_own(node, dim)
+                self._inputs |= storages(node) if dim is not None else frozenset()
         elif node.op == "output":
             self._finish(node)
         elif not is_scalar(node) and node.op != "get_attr":
@@ -219,7 +231,8 @@ class _Check:
             _PAIRED[node.target](self, node, arguments(node))
         elif not _is_pointwise(node) and node.target not in _PAIR_VIEWS or written_storages(node):
             raise UnsupportedError("it may mix a prompt's positions")
-        if not self.is_pair(node) and node.target not in (*_PAIRED,):
+        is_cut = is_call(node, aten.slice.Tensor) and self._ahead_of_keys(node) != self._ahead_of_keys(node.args[0])
+        if is_cut or not self.is_pair(node) and node.target not in (*_PAIRED,):
             raise UnsupportedError("it reshapes positions into others")
         if node.target in (*CASTS, aten.dropout.default) and node.args[0] in self.weights:
             self.weights.add(node)
@@ -230,7 +243,7 @@ class _Check:
         is_pointwise = _is_pointwise(node)
         if is_call(node, aten.arange.default, aten.arange.start):
             args = arguments(node)
-            if args.get("start", 0) != 0 or not self.is_length(args["end"]):
+            if args.get("start", 0) != 0 or self.ahead(args["end"]) is None:
                 raise UnsupportedError("it counts from or to other numbers than the prompt's length")
             self.counted.add(node)
             self._outside.add(node)
@@ -256,7 +269,7 @@ class _Check:
         for given, arg in arguments(node).items():
             numbers: list[fx.Node] = []
             fx.node.map_arg(arg, lambda n, found=numbers: found.append(n) if self.is_number(n) else None)
-            if numbers and (given != name or not all(map(self.is_length, numbers))):
+            if numbers and (given != name or any(self.ahead(n) is None for n in numbers)):
                 raise UnsupportedError(f"its {given} is made from the length of the prompt")
         self.sized.add(node)
 
@@ -278,11 +291,19 @@ class _Check:
     def is_outside(self, node: fx.Node) -> bool:
         return node in self._outside
 
+    def _expect_own(self, node: fx.Node, dim: int | None) -> None:
+        if dim is not None and not self.is_length(value(node).shape[dim]):
+            raise UnsupportedError("positions of a window go in or out with the prompt's")
+
+    def _ahead_of_keys(self, node: fx.Node) -> int | None:
+        return self.ahead(value(node).shape[-1])
+
     def _finish(self, node: fx.Node) -> None:
         for index, result in enumerate(node.args[0]):
             dim = self.dim(result) if isinstance(result, fx.Node) else None
             if dim is None:
                 continue
+            self._expect_own(result, dim)
             if storages(result) & self._inputs:
                 raise UnsupportedError("a result is an input with the prompt's positions")
             self.results.append(_Result(index, dim, value(result).is_contiguous()))
@@ -381,12 +402,20 @@ def _along(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
         several = [each for each in several if value(each).shape != (0,)]  # what a cache begins with
         if len(several) == 1:
             return
+        if _is_joined(check, several, args["dim"] % _rank(node)):
+            check.joined.add(node)
+            return
     dims = args.get("dim")
     for arg in several:
         dim = check.dim(arg)
         listed = dims if isinstance(dims, (list, tuple)) else [dims]
         if dim is not None and (not listed or any(d is None or d % _rank(arg) == dim for d in listed)):
             raise UnsupportedError("it works along the positions of a prompt")
+
+
+def _is_joined(check: _Check, several: Sequence[fx.Node], dim: int) -> bool:
+    """Whether it is what a window holds, and a prompt's positions behind it."""
+    return [check.dim(each) for each in several] == [None, dim] and check.is_length(value(several[1]).shape[dim])
 
 
 @_rule(aten.slice.Tensor)
@@ -453,6 +482,14 @@ def _gather(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
         raise UnsupportedError("it looks up positions of a prompt")
 
 
+@_rule(aten.index.Tensor)
+def _index(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
+    is_number = all(value(index).dtype in (torch.int32, torch.int64) for index in args["indices"] if index is not None)
+    if check.dim(args["self"]) is not None or not is_number:
+        raise UnsupportedError("it looks up positions of a prompt")
+    check.chosen.add(node)
+
+
 @_rule(aten.scaled_dot_product_attention.default)
 def _attention(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     q, k, v, mask = (args[name] for name in ("query", "key", "value", "attn_mask"))
@@ -460,6 +497,8 @@ def _attention(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     if any(own):
         if any(check.dim(t) != _rank(t) - 2 for t in (q, k, v)) or mask is not None and not check.is_pair(mask):
             raise UnsupportedError("it may mix a prompt's positions")
+        if args["is_causal"] and not check.is_length(value(k).shape[-2]):
+            raise UnsupportedError("it counts the keys that a query sees from the first of a window")
         check.attending.add(node)
     elif args["is_causal"] or any(check.dim(t) not in (None, _rank(t) - 2) for t in (q, mask) if t is not None):
         raise UnsupportedError("it may mix a prompt's positions")
@@ -518,8 +557,8 @@ class _Padding:
         self.graph = fx.Graph(owning_module=gm)
         self.nodes: dict[fx.Node, Any] = {}  # the captured graph's -> this one's
         self.number = gm.graph.find_nodes(op="placeholder")[number]
-        self.positions: dict[tuple[torch.device, int], fx.Node] = {}
-        self.visible: dict[tuple[torch.device, bool, int], fx.Node] = {}
+        self.positions: dict[tuple[torch.device, int, int], fx.Node] = {}
+        self.visible: dict[tuple[torch.device, bool, int, int], fx.Node] = {}
 
     def run(self) -> fx.Graph:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -531,11 +570,15 @@ class _Padding:
                 self.nodes[node] = self._padded(self.nodes[node], dim)
         for node in list(self.gm.graph.nodes)[len(placeholders) :]:
             if node in self.check.counted:
-                self.nodes[node] = self._count(value(node))
+                self.nodes[node] = self._count(node)
             elif node in self.check.tables:
                 self.nodes[node] = self._take(node)
             elif node in self.check.first:
                 self.nodes[node] = self._first(node)
+            elif node in self.check.chosen:
+                self.nodes[node] = self._choose(node)
+            elif node in self.check.joined:
+                self.nodes[node] = self._join(node)
             elif node in self.check.attending:
                 self.nodes[node] = self._attend(node)
             else:
@@ -546,7 +589,8 @@ class _Padding:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         def new(arg: fx.Node) -> Any:
-            return self.size if node in self.check.sized and self.check.is_length(arg) else self.nodes[arg]
+            ahead = self.check.ahead(arg) if node in self.check.sized else None
+            return self.nodes[arg] if ahead is None else self.size + ahead
 
         copy = self.graph.node_copy(node, self.nodes.__getitem__)
         copy.args, copy.kwargs = fx.node.map_arg((node.args, node.kwargs), new)
@@ -575,7 +619,7 @@ class _Padding:
         device = value(node).device
         args = {name: fx.node.map_arg(arg, self.nodes.__getitem__) for name, arg in arguments(node).items()}
         if node.target is aten.softmax.int:
-            visible, scores = self._visible(device, False, _rank(node)), args.pop("self")
+            visible, scores = self._visible(device, False, _rank(node), self._bucket(node, -1)), args.pop("self")
             if is_call(scores, aten.add.Tensor) and isinstance(scores.args[1], fx.Node):  # a mask, which patterns know
                 masked = self._hidden(scores.args[1], visible)
                 scores = self._call(aten.add.Tensor, scores.args[0], masked, **scores.kwargs)
@@ -583,7 +627,9 @@ class _Padding:
                 scores = self._hidden(scores, visible)
             given: tuple[Any, ...] = (scores, args.pop("dim"))
         else:
-            visible, mask = self._visible(device, args.pop("is_causal"), _rank(node)), args.pop("attn_mask")
+            num_keys = self._bucket(node.args[1], -2)
+            visible = self._visible(device, args.pop("is_causal"), _rank(node), num_keys)
+            mask = args.pop("attn_mask")
             mask = visible if mask is None else self._hidden(mask, visible)
             given = (*(args.pop(name) for name in ("query", "key", "value")), mask)
         made = self._call(node.target, *given, **args)
@@ -595,14 +641,20 @@ class _Padding:
             return self._call(aten.__and__.Tensor, mask, visible)
         return self._call(aten.where.ScalarOther, visible, mask, -math.inf)
 
-    def _visible(self, device: torch.device, is_causal: bool, rank: int) -> fx.Node:
-        """Which keys a query may see, [1, 1, S, S] for patterns, [S, S] where there are fewer dimensions than four or
+    def _bucket(self, node: fx.Node, dim: int) -> int:
+        """As many positions as a bucket has along a dimension, those of a window among them."""
+        return self.size + (self.check.ahead(value(node).shape[dim]) or 0)
+
+    def _visible(self, device: torch.device, is_causal: bool, rank: int, num_keys: int) -> fx.Node:
+        """Which keys a query may see, [1, 1, S, L] for patterns, [S, L] where there are fewer dimensions than four or
         more: those of real positions; padded queries see padded keys, too, since a row that sees none is NaN."""
         outer = [1, 1] if rank == 4 else []
-        key = (device, is_causal, len(outer))
+        key = (device, is_causal, len(outer), num_keys)
         if key not in self.visible:
-            places = self._call(aten.arange.default, self.size, device=device)
-            queries, keys = (self._call(aten.view.default, places, [*outer, *ends]) for ends in ((-1, 1), (1, -1)))
+            queries, keys = (
+                self._call(aten.view.default, self._call(aten.arange.default, number, device=device), [*outer, *ends])
+                for number, ends in ((self.size, (-1, 1)), (num_keys, (1, -1)))
+            )
             is_real = self._call(aten.ge.Scalar, keys, self.front)
             visible = self._call(aten.__or__.Tensor, is_real, self._call(aten.lt.Scalar, queries, self.front))
             if is_causal:
@@ -610,13 +662,14 @@ class _Padding:
             self.visible[key] = visible
         return self.visible[key]
 
-    def _count(self, like: torch.Tensor) -> fx.Node:
-        numbers = self._numbers(like.device, _PADDED)
+    def _count(self, node: fx.Node) -> fx.Node:
+        like = value(node)
+        numbers = self._numbers(like.device, _PADDED, self._bucket(node, 0))
         return numbers if like.dtype == torch.int64 else self._call(aten.to.dtype, numbers, like.dtype)
 
     def _take(self, node: fx.Node) -> fx.Node:
         """A row for each position; any row there is for padded ones."""
-        rows = self._numbers(value(node).device, 0)
+        rows = self._numbers(value(node).device, 0, self.size)
         return self._call(aten.index_select.default, self.nodes[node.args[0]], self.check.tables[node], rows)
 
     def _first(self, node: fx.Node) -> fx.Node:
@@ -626,11 +679,35 @@ class _Padding:
         first = self._call(aten.index_select.default, source, dim, place)
         return self._call(aten.select.int, first, dim, 0)
 
-    def _numbers(self, device: torch.device, padded: int) -> fx.Node:
-        """The number of each position: from 0 on, and ``padded`` at padded ones."""
-        if (device, padded) not in self.positions:
-            places = self._call(aten.arange.default, self.size, device=device)
+    def _choose(self, node: fx.Node) -> fx.Node:
+        """As the graph does; the first there is for padded positions."""
+        indices = [None if index is None else self._in_range(index) for index in arguments(node)["indices"]]
+        return self._call(aten.index.Tensor, self.nodes[node.args[0]], indices)
+
+    def _in_range(self, index: fx.Node) -> fx.Node:
+        dim, new = self.check.dim(index), self.nodes[index]
+        if dim is None:
+            return new
+        places = self._call(aten.arange.default, self._bucket(index, dim), device=value(index).device)
+        places = self._call(aten.view.default, places, [-1, *[1] * (_rank(index) - 1 - dim)])
+        return self._call(aten.where.ScalarOther, self._call(aten.ge.Scalar, places, self.front), new, 0)
+
+    def _join(self, node: fx.Node) -> fx.Node:
+        """What a window holds and the prompt's positions behind it, with the padding in front of both."""
+        dim = arguments(node)["dim"]
+        size, device = self._bucket(node, dim), value(node).device
+        apart = self._copy(node)  # padding stands between the two
+        places = self._call(aten.arange.default, size, device=device)
+        held = self._call(aten.clamp_min.default, self._call(aten.sub.Tensor, places, self.front), 0)
+        is_own = self._call(aten.ge.Scalar, places, self._call(operator.add, self.front, size - self.size))
+        return self._call(aten.index_select.default, apart, dim, self._call(aten.where.self, is_own, places, held))
+
+    def _numbers(self, device: torch.device, padded: int, size: int) -> fx.Node:
+        """The number of each of ``size`` positions: from 0 on, and ``padded`` at padded ones."""
+        key = (device, padded, size)
+        if key not in self.positions:
+            places = self._call(aten.arange.default, size, device=device)
             is_real = self._call(aten.ge.Scalar, places, self.front)
             numbers = self._call(aten.sub.Tensor, places, self.front)
-            self.positions[device, padded] = self._call(aten.where.ScalarOther, is_real, numbers, padded)
-        return self.positions[device, padded]
+            self.positions[key] = self._call(aten.where.ScalarOther, is_real, numbers, padded)
+        return self.positions[key]
