@@ -399,6 +399,7 @@ APART: dict[str, Callable[[torch.Tensor], Any]] = {
     "numbered": lambda x: x + torch.arange(x.shape[1])[:, None].float(),
     "scaled": lambda x: x * x.shape[1],
     "divided": lambda x: x.long() // 3,
+    "stacked": lambda x: torch.stack([x, -x], -1).flatten(-2),
     "itself": attend_to_itself,
     "weights": lambda x: torch.softmax(scores(x), -1) @ x,
     "written": lambda x: KEYS.clone().index_copy_(2, torch.arange(x.shape[1]) + 3, heads(x)),

@@ -380,7 +380,10 @@ def _rank(node: fx.Node) -> int:
     return len(value(node).shape)
 
 
-@_rule(*_SIZES, aten.transpose.int, aten.permute.default, aten.t.default, aten.arange.default, aten.arange.start)
+@_rule(
+    *(*_SIZES, aten.transpose.int, aten.permute.default, aten.t.default, aten.stack.default),
+    *(aten.arange.default, aten.arange.start),
+)
 def _keeps(check: _Check, node: fx.Node, args: dict[str, Any]) -> None:
     """Each position is what it was, or alike."""
 
