@@ -21,8 +21,7 @@ MPK_DEVICE uint32_t warp_uniform(uint32_t v) { return __shfl_sync(~0u, v, 0); }
 // Multiplies 64 columns of both factors, blocks of rows as boxes have them: x [64][64] and weights [columns][64].
 // Products are in flight until they are awaited.
 template <class T, int columns>
-MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, const uint8_t* x, const uint8_t* weights) {
-  const ptx::SwizzledMatrix a = ptx::uniform_swizzled(x), b = ptx::uniform_swizzled(weights);
+MPK_DEVICE void multiply_blocks(WarpgroupSums<columns>& sums, ptx::SwizzledMatrix a, ptx::SwizzledMatrix b) {
 #pragma unroll
   for (int k = 0; k < kBoxColumns; k += 16)
     ptx::multiply_matrices<T, columns>(sums, ptx::from_column(a, k), ptx::from_column(b, k));

@@ -14,8 +14,8 @@ MPK_DEVICE SwizzledMatrix swizzled_at(SharedAddress address) {
 }
 MPK_DEVICE SwizzledMatrix swizzled(const void* p) { return swizzled_at(smem_addr(p)); }
 // The same of a place that is equal in all lanes, in uniform registers, where products take it from. A reduction
-// leaves it there; after an exchange each product would move its own there. But a reduction takes longer, which warps
-// that convert weights in front of products do not hide.
+// leaves it there; after an exchange each product would move its own there. But a reduction takes longer: see "Places
+// of boxes in uniform registers" in docs/experiments/rows.md.
 MPK_DEVICE SwizzledMatrix uniform_swizzled(const void* p) { return swizzled_at(__reduce_or_sync(~0u, smem_addr(p))); }
 // The same from a column on, a multiple of 16 of the row's 64.
 MPK_DEVICE SwizzledMatrix from_column(SwizzledMatrix m, int column) { return m + column * 2 / 16; }

@@ -267,8 +267,9 @@ MPK_DEVICE void multiply_by_warpgroup(C& c, WarpgroupSums<V::kBoxRows> (&sums)[R
         ptx::begin_products();
 #pragma unroll
         for (int block = 0; block < kBlocks; block++)
-          mpk::multiply_blocks<typename V::T, V::kBoxRows>(sums[h], x + (i * kBlocks + block) * S::kBlockPitch,
-                                                           weights + block * (V::kBoxRows * kBoxRowBytes));
+          mpk::multiply_blocks<typename V::T, V::kBoxRows>(
+              sums[h], ptx::uniform_swizzled(x + (i * kBlocks + block) * S::kBlockPitch),
+              ptx::uniform_swizzled(weights + block * (V::kBoxRows * kBoxRowBytes)));
         ptx::commit_products();
         ptx::await_products<1>();
         if (!is_first) c.ring.release_share(entry);

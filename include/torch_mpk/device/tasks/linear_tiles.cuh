@@ -188,8 +188,8 @@ MPK_DEVICE void sum_part(C& c, WarpgroupSums<TilesShape<V>::kColumns>& sums) {
     ptx::begin_products();
 #pragma unroll
     for (int b = 0; b < S::kBlocks; b++)
-      multiply_blocks<typename V::T, S::kColumns>(sums, slot + b * S::kXBytes + x_offset,
-                                                  slot + S::kBlocks * S::kXBytes + b * S::kWeightBytes);
+      multiply_blocks<typename V::T, S::kColumns>(sums, ptx::swizzled(slot + b * S::kXBytes + x_offset),
+                                                  ptx::swizzled(slot + S::kBlocks * S::kXBytes + b * S::kWeightBytes));
     ptx::commit_products();
     if (chunk > 0) {
       ptx::await_products<1>();
