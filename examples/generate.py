@@ -28,7 +28,6 @@ from torch_mpk.testing.models import CONFIGS, random_model
 TINY_MODEL = Path(__file__).parent / "tiny-qwen3-bytes"
 TINY_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 PROMPT = "The fastest way to decode a language model on one GPU is"
-NUM_TURNS = 5  # of eager and ours, whose medians are compared
 NUM_WARMUP_TOKENS = 4  # from the prefill and the first steps, which build, load and warm up
 
 
@@ -187,11 +186,11 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, ByteText | Tokenize
     return model, text, Path(checkpoint).name, TINY_PROMPT if is_bytes else PROMPT
 
 
-def in_turns(runs: Sequence[Callable[[Stream], object]], text: ByteText | TokenizerText) -> list[float]:
+def in_turns(runs: Sequence[Callable[[Stream], object]], turns: int, text: ByteText | TokenizerText) -> list[float]:
     """The ms that each run takes for a token: medians, and of runs in turns, so that other load on the machine neither
-    counts nor favours one of them."""
+    counts nor favours one of them. NaN without turns."""
     gaps: list[list[float]] = [[] for _ in runs]
-    for _ in range(NUM_TURNS):
+    for _ in range(turns):
         for run, of_run in zip(runs, gaps, strict=True):
             stream = Stream(text)
             run(stream)
@@ -234,6 +233,7 @@ def main() -> None:
     source.add_argument("--config", choices=sorted(CONFIGS), help="a full-size model with random weights")
     parser.add_argument("--prompt")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="at least 2")
+    parser.add_argument("--turns", type=int, default=5, help="of eager and ours, whose medians are compared")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
     args = parser.parse_args()
@@ -258,7 +258,7 @@ def main() -> None:
     with timed("the same with eager, then both in turns:"):
         gaps = generate_eager(model, input_ids, len(ours.tokens), eager)
         run_eager = functools.partial(generate_eager, model, input_ids, len(ours.tokens))
-        ms = in_turns([run_eager, lambda stream: generate(streamer=stream)], text)
+        ms = in_turns([run_eager, lambda stream: generate(streamer=stream)], args.turns, text)
     report(name, model, ms, ours, eager, gaps, input_ids)
 
 

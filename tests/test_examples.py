@@ -42,8 +42,8 @@ def test_speeds_are_medians_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(example["time"], "perf_counter", lambda: now)
     runs = [functools.partial(run, "eager", 0.5), functools.partial(run, "ours", 0.25)]
-    assert example["in_turns"](runs, example["ByteText"]()) == [500, 250]
-    assert order == ["eager", "ours"] * example["NUM_TURNS"]
+    assert example["in_turns"](runs, 5, example["ByteText"]()) == [500, 250]
+    assert order == ["eager", "ours"] * 5
 
 
 def test_the_tiny_models_tokens_are_bytes() -> None:
