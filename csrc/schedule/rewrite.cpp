@@ -1,7 +1,6 @@
 #include "rewrite.h"
 
 #include <utility>
-#include <vector>
 
 namespace mpk {
 namespace {
@@ -42,6 +41,13 @@ std::optional<TBGraph> rewritten(const TBGraph& graph, const Target& target) {
   for (Rewrite rewrite : rewrites())
     if (std::optional<TBGraph> next = rewrite(result ? *result : graph, target)) result = std::move(next);
   return result;
+}
+
+std::vector<TBGraph> rewritten_apart(const TBGraph& graph, const Target& target) {
+  std::vector<TBGraph> all;
+  for (Rewrite rewrite : rewrites())
+    if (std::optional<TBGraph> next = rewrite(graph, target)) all.push_back(*std::move(next));
+  return all;
 }
 
 }  // namespace mpk

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "torch_mpk/kernel_api.h"
 #include "torch_mpk/schedule/schedule.h"
@@ -33,5 +34,7 @@ std::optional<TBGraph> with_rows_apart(const TBGraph& graph, const Target& targe
 
 // The graph after all rewrites. Nothing: none changes it.
 std::optional<TBGraph> rewritten(const TBGraph& graph, const Target& target);
+// The graph after each rewrite alone that changes it.
+std::vector<TBGraph> rewritten_apart(const TBGraph& graph, const Target& target);
 
 }  // namespace mpk

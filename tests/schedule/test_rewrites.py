@@ -70,6 +70,21 @@ def test_weights_that_are_converted_in_registers_stand_beside() -> None:
     assert tasks == ["quantise_rows", "e4m3_linear", "e4m3_linear", "quantized_linear"]
 
 
+def test_one_rewrite_is_taken_where_another_does_not_pay() -> None:
+    """Weights of 4 bits are worth an x in their order. Matrices of the others are not worth their bytes."""
+    b = Builder()
+    x = b.buffer("input", "x", "bfloat16", [32, 4096])
+    for name, of_byte, columns in (("four", 2, 128), ("eight", 1, 4096)):
+        weight = b.buffer("input", f"{name}.weight", "int8", [24576, 4096 // of_byte])
+        scale = b.buffer("input", f"{name}.scale", "bfloat16", [24576, 4096 // columns])
+        y = b.buffer("output", f"{name}.y", "bfloat16", [32, 24576])
+        attrs = {"block_rows": 1, "block_columns": columns, "x_columns": 0}
+        b.node("quantized_linear", [("x", x), ("weight", weight), ("weight_scale", scale)], y, attrs, name)
+    made = _C.make_schedule(b.graph, _C.Target("cuda", 90, 132, 232448))
+    _C.validate(made)
+    assert [node.task for node in made.graph.nodes] == ["order_columns", "ordered_linear", "quantized_linear"]
+
+
 def test_matrices_of_prompts_take_turns_at_few_places() -> None:
     """Made after those that they overwrite have been read, not all at the launch's start."""
     sizes = {"hidden": 384, "heads": 6, "groups": 2, "head_dim": 64, "ffn": 384, "layers": 3}
