@@ -89,13 +89,15 @@ inline int64_t polled_whole(const Schedule& schedule, const Job& job, const Tens
   return fits ? made.numel() : std::numeric_limits<int64_t>::max();
 }
 
-// Where workers share tiles (split-K): the bytes that a worker sends of a pass of so many rows of weights, in words of
-// two floats and their tags, see SplitKExchange; and those of all workers.
-inline int64_t partial_bytes(int64_t weight_rows, int64_t batch) {
-  return round_up(weight_rows, 32) * batch * kTaggedFloatBytes;
+// Where workers share tiles (split-K), each finishes as many fours of rows of x, see SplitKExchange: the rows that have
+// sums, past the last of `batch`; the bytes that a worker sends of a pass of so many rows of weights, in words of two
+// floats and their tags; and those of all workers.
+inline int64_t shared_rows(int64_t split, int64_t batch) { return round_up(batch, 4 * split); }
+inline int64_t partial_bytes(int64_t split, int64_t weight_rows, int64_t batch) {
+  return round_up(weight_rows, 32) * shared_rows(split, batch) * kTaggedFloatBytes;
 }
 inline int64_t split_bytes(int64_t split, int64_t workers, int64_t weight_rows, int64_t batch) {
-  return split == 1 ? 0 : workers / split * split * partial_bytes(weight_rows, batch);
+  return split == 1 ? 0 : workers / split * split * partial_bytes(split, weight_rows, batch);
 }
 
 // Why kernels of few rows refuse a launch in which all warps read every ring entry.

@@ -278,7 +278,8 @@ class RowsWriter : public codegen::LinearWriter {
 
   std::string write_places() override {
     if (own_.split == 1) return "";
-    return codegen::constant("kPartialBytes", partial_bytes(own_.mainloop_tiles * shape_.tile_rows, batch_)) +
+    return codegen::constant("kPartialBytes",
+                             partial_bytes(own_.split, own_.mainloop_tiles * shape_.tile_rows, batch_)) +
            codegen::returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.cut.scratch->offset));
   }
 

@@ -53,11 +53,11 @@ class Cutter {
     return std::max(c.stages * stage_bytes(c.stage_columns), sums) + c.stages * of_x + kBoxAlignment;
   }
 
-  // Split-K needs stages in equal parts, tiles in one pass, and whole groups of the rows of x that a warp finishes
-  // together.
+  // Split-K needs stages in equal parts, tiles in one pass, and sums of all rows of x that workers share.
   bool can_split(const WarpgroupsCut& c) const {
     if (c.split == 1) return true;
-    return c.parts == 1 && job_.batch % (4 * c.split) == 0 && job_.size % (c.split * c.stage_columns) == 0 &&
+    return c.parts == 1 && shared_rows(c.split, job_.batch) <= x_rows(job_.batch) &&
+           job_.size % (c.split * c.stage_columns) == 0 &&
            job_.tiles(c.tile_rows) <= job_.workers / c.split * c.mainloop_tiles;
   }
 
@@ -147,7 +147,8 @@ std::string WarpgroupsWriter::shape_constants() const {
 std::string WarpgroupsWriter::write_places() {
   std::string text = BoxedWriter::write_places();
   if (own_.split == 1) return text;
-  return text + codegen::constant("kPartialBytes", partial_bytes(own_.mainloop_tiles * shape_.tile_rows, batch_)) +
+  return text +
+         codegen::constant("kPartialBytes", partial_bytes(own_.split, own_.mainloop_tiles * shape_.tile_rows, batch_)) +
          codegen::returning("uint8_t*", "partials(const Job& job)", refs_.workspace(job_.cut.scratch->offset));
 }
 

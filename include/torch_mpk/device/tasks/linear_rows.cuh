@@ -43,7 +43,7 @@ struct RowsResult {
     n = (tile - V::first_tile(segment)) * V::kBoxRows + local % V::kBoxRows;
     is_there = n < V::num_rows(segment);
   }
-  MPK_DEVICE bool has_x() const { return V::kBatch % kXRows == 0 || r < V::kBatch; }
+  MPK_DEVICE bool has_x() const { return V::kBatch % (V::kSplit > 1 ? 4 * V::kSplit : kXRows) == 0 || r < V::kBatch; }
   MPK_DEVICE typename V::Extra preload(const Job& job) const {
     if (!is_there) return {};
     return V::preload(job, segment, r, n);
@@ -116,11 +116,14 @@ MPK_DEVICE void finish_tiles(C& c, const Job& job, Span tiles, const Sums& sums,
 
 // Split-K exchange. Each worker finishes the rows of x whose number modulo V::kSplit is its part's, and sends its sums
 // of the other rows to the workers that finish them, as tagged words of two rows of x each. Four such rows are a quad:
-// a warp sends, or polls, two words for 32 rows of weights (a strip) at a time.
+// a warp sends, or polls, two words for 32 rows of weights (a strip) at a time. Parts have as many quads, in which rows
+// past the last have sums, too, that nobody finishes.
 template <class V>
 struct SplitKExchange {
-  static_assert(V::kParts == 1 && V::kBatch % (4 * V::kSplit) == 0);
-  static constexpr uint32_t kQuads = V::kBatch / 4, kOthers = V::kSplit - 1;
+  static constexpr uint32_t kQuads = (V::kBatch + 4 * V::kSplit - 1) / (4 * V::kSplit) * V::kSplit;
+  static constexpr uint32_t kOthers = V::kSplit - 1;
+  static_assert(V::kParts == 1 && kQuads * 4 <= 8 * RowsShape<V>::kColumns);
+  static_assert(!V::kEndsWithNorm || kQuads * 4 == V::kBatch, "rows past the last have no sums of squares");
   uint8_t* partials;  // of the first worker that shares the tiles
   uint32_t part, rows, strips, tag;
 
