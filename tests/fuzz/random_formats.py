@@ -81,7 +81,8 @@ class FormatProgram:
         is_gated = rng.random() < 0.4
         return cls(
             rows=rng.choice([1, 2, 5, 8, 9, 16, 17, 24, 32, rng.choice([33, 64, 65, 130]), rng.randint(1, 64)]),
-            n=rng.choice([rng.randint(1, 90), 8 * rng.randint(1, 24 if is_small else 60), 128]),
+            # For many rows of weights an x is put in their order.
+            n=rng.choice([rng.randint(1, 90), 8 * rng.randint(1, 24 if is_small else 60), 128 if is_small else 512]),
             k=columns + -columns % max(of.packed, 2),
             num_weights=2 if is_gated else rng.choice([1, 1, 3]),
             is_gated=is_gated,
