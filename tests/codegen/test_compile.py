@@ -71,7 +71,7 @@ def test_a_decoder_keeps_nothing_in_local_memory(decoder_name: str, arch: int, b
 @pytest.mark.parametrize(("batch", "page_size"), [(1, 256), (2, 16), (8, 24), (32, 256), (64, 16)])
 def test_a_decoder_over_pages_keeps_nothing_in_local_memory(batch: int, page_size: int) -> None:
     resources = compiled(decoder(batch=batch, page_size=page_size, **QWEN3_8B), 90)
-    most = 16 if batch == 64 else 0  # sums of attention's values beside what 64 rows of linears keep: three words
+    most = 32 if batch == 64 else 0  # sums of attention's values beside what 64 rows of linears keep: eight words
     assert max(resources.stack_bytes, resources.spill_store_bytes) <= most
 
 
