@@ -188,7 +188,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, ByteText | Tokenize
 
 def in_turns(runs: Sequence[Callable[[Stream], object]], turns: int, text: ByteText | TokenizerText) -> list[float]:
     """The ms that each run takes for a token: medians, and of runs in turns, so that other load on the machine neither
-    counts nor favours one of them. NaN without turns."""
+    counts nor favours one of them."""
     gaps: list[list[float]] = [[] for _ in runs]
     for _ in range(turns):
         for run, of_run in zip(runs, gaps, strict=True):
@@ -207,16 +207,17 @@ def report(
     gaps: list[float],
     input_ids: Tensor,
 ) -> None:
-    """``ms`` a token takes eager and us; ``gaps`` are eager's between its best two logits."""
+    """``ms`` a token takes eager and us, or nothing; ``gaps`` are eager's between its best two logits."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
-    rows = [
-        ("eager", ms[0], launches_per_step(model, model, input_ids)),
-        ("mpk", ms[1], launches_per_step(model, torch.compile(model, backend="mpk"), input_ids)),
-    ]
-    print(f"\n{name}, {str(model.dtype).removeprefix('torch.')}, on {device}\n")
-    print(f"{'':8}{'tokens/s':>12}{'ms/token':>12}{'launches/step':>16}")
-    for label, each, launches in rows:
-        print(f"{label:8}{1e3 / each:12.1f}{each:12.3f}{launches:>16}")
+    print(f"\n{name}, {str(model.dtype).removeprefix('torch.')}, on {device}")
+    if ms:
+        rows = [
+            ("eager", ms[0], launches_per_step(model, model, input_ids)),
+            ("mpk", ms[1], launches_per_step(model, torch.compile(model, backend="mpk"), input_ids)),
+        ]
+        print(f"\n{'':8}{'tokens/s':>12}{'ms/token':>12}{'launches/step':>16}")
+        for label, each, launches in rows:
+            print(f"{label:8}{1e3 / each:12.1f}{each:12.3f}{launches:>16}")
     differing = [i for i, (a, b) in enumerate(zip(ours.tokens, eager.tokens, strict=False)) if a != b]
     if differing:
         first = differing[0]
@@ -233,7 +234,7 @@ def main() -> None:
     source.add_argument("--config", choices=sorted(CONFIGS), help="a full-size model with random weights")
     parser.add_argument("--prompt")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="at least 2")
-    parser.add_argument("--turns", type=int, default=5, help="of eager and ours, whose medians are compared")
+    parser.add_argument("--turns", type=int, default=5, help="of eager and ours, whose medians are compared, or 0")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
     args = parser.parse_args()
@@ -258,7 +259,8 @@ def main() -> None:
     with timed("the same with eager, then both in turns:"):
         gaps = generate_eager(model, input_ids, len(ours.tokens), eager)
         run_eager = functools.partial(generate_eager, model, input_ids, len(ours.tokens))
-        ms = in_turns([run_eager, lambda stream: generate(streamer=stream)], args.turns, text)
+        runs = [run_eager, lambda stream: generate(streamer=stream)]
+        ms = in_turns(runs, args.turns, text) if args.turns else []
     report(name, model, ms, ours, eager, gaps, input_ids)
 
 
