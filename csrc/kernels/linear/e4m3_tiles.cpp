@@ -106,9 +106,7 @@ std::optional<std::string> refuses_e4m3(const Node& node) {
 
 std::optional<std::string> refuses_e4m3(const Schedule& schedule, const Job& job) {
   if (auto why = refuses_weights(schedule, job)) return why;
-  const auto scales = [&](int n) { return schedule.graph.nodes()[n].operand("x_scales").tensor; };
-  if (!std::ranges::all_of(job.body, [&](int n) { return same_view(scales(n), scales(job.body.front())); }))
-    return "linears of one x have different scales of it";
+  if (!have_same(schedule, job, "x_scales")) return "linears of one x have different scales of it";
   return std::nullopt;
 }
 

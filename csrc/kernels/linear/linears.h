@@ -76,6 +76,12 @@ bool all_weights(const Schedule& schedule, const Job& job, const Predicate& pred
   return std::all_of(job.body.begin(), job.body.end(), [&](int n) { return predicate(Linears::weight(schedule, n)); });
 }
 
+// Whether all of a job's linears have the same tensor as this operand.
+inline bool have_same(const Schedule& schedule, const Job& job, const char* operand) {
+  const auto given = [&](int n) { return schedule.graph.nodes()[n].operand(operand).tensor; };
+  return std::ranges::all_of(job.body, [&](int n) { return same_view(given(n), given(job.body.front())); });
+}
+
 inline bool has_boxed_weights(const Schedule& schedule, const Job& job) {
   return all_weights(schedule, job, [&](const Tensor& weight) { return can_load_boxes(schedule.graph, weight); });
 }

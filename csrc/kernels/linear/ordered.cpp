@@ -22,12 +22,12 @@ constexpr double kLineNs = 170, kSliceNs = 80;
 constexpr int64_t kSliceColumns = 32;
 
 // The columns that have a sum: those of a line that share a scale.
-int64_t sum_columns(const WeightFormat& format) {
+int64_t columns_of_sum(const WeightFormat& format) {
   const int64_t line = format.columns_of(kWarpgroupLineBytes);
   return format.scales_rows() ? line : std::min(format.block_columns, line);
 }
 
-// Of x, as many rows as a stage has, so that the sums of a stage are copied together.
+// Sums stand side by side for as many rows of x as a stage has, so that those of a stage are copied together.
 Tensor add_sums(TBGraph& made, const std::string& name, int64_t rows, int64_t sums) {
   Tensor of_x = add_matrix(made, name, DType::kF32, sums, round_up(rows, 8));
   of_x.shape = {rows, sums}, of_x.strides = {1, of_x.strides[0]};
@@ -67,23 +67,19 @@ class Ordered : public WarpgroupsKernel {
 
   std::optional<std::string> refuses(const Schedule& schedule, const Job& job) const override {
     const Tensor& x = Linears::input(schedule, job);
-    const auto sums = [&](int n) { return schedule.graph.nodes()[n].operand("x_sums").tensor; };
-    const Tensor first = sums(job.body.front());
-    const int64_t columns = sum_columns(format_of(schedule, job));
+    const Tensor& first = schedule.graph.nodes()[job.body.front()].operand("x_sums").tensor;
+    const int64_t columns = columns_of_sum(format_of(schedule, job));
     if (first.dtype != DType::kF32 || first.shape[1] * columns != x.shape[1] || first.strides[0] != 1 ||
         first.strides[1] != round_up(x.shape[0], 8) || first.offset != 0)
       return "x_sums are not float32 sums of " + std::to_string(columns) + " columns, side by side for all rows of x";
-    if (!std::ranges::all_of(job.body, [&](int n) { return same_view(sums(n), first); }))
-      return "linears of one x have different sums of it";
+    if (!have_same(schedule, job, "x_sums")) return "linears of one x have different sums of it";
     return WarpgroupsKernel::refuses(schedule, job);
   }
 
   double line_ns(const WeightFormat& format) const override {
     return kLineNs + kSliceNs * double(format.columns_of(kWarpgroupLineBytes) / kSliceColumns);
   }
-  int64_t sums_of_x(const WeightFormat& format, int64_t columns) const override {
-    return columns / sum_columns(format);
-  }
+  int64_t sum_columns(const WeightFormat& format) const override { return columns_of_sum(format); }
 
   // No kernel of the task takes an x that is polled.
   int64_t polled_elements(const Schedule&, const Job&, const Tensor&) const override { return kMaxPolledElements + 1; }
@@ -107,7 +103,7 @@ class OrdersColumns : public PreparesX {
   bool takes(const Node& node) const override { return are_few_rows_ && takes_ordered_x(graph_, node, target_); }
 
   PreparedX input_of(const Node& node) const override {
-    return {node.operand("x").tensor, std::nullopt, sum_columns(WeightFormat::of(node)), Tensor{}, Tensor{}};
+    return {node.operand("x").tensor, std::nullopt, columns_of_sum(WeightFormat::of(node)), Tensor{}, Tensor{}};
   }
 
   void prepare(PreparedX& x, const std::string& name, const std::string& label) override {
@@ -134,7 +130,6 @@ class OrdersColumns : public PreparesX {
 };
 
 std::optional<TBGraph> order_columns(const TBGraph& graph, const Target& target) {
-  if (target.device != "cuda" || !arch_of(target.arch).has_warpgroup_products) return std::nullopt;
   return OrdersColumns(graph, target).run();
 }
 

@@ -17,7 +17,8 @@ Tensor in_blocks(Tensor matrix, int64_t columns);
 void add_quantise_rows(TBGraph& made, const Tensor& x, const std::optional<Tensor>& scale, const Tensor& numbers,
                        const Tensor& scales, int64_t columns, const std::string& label);
 
-// What a node makes of x[R, K], and of the scale if one is given: a matrix, and a number for each block of columns.
+// An x[R, K], and its scale if one is given, with what a node makes of them: a matrix, and a number for each block of
+// columns.
 struct PreparedX {
   Tensor x;
   std::optional<Tensor> scale;

@@ -1,7 +1,6 @@
 #include "warpgroups.h"
 
 #include <algorithm>
-#include <functional>
 #include <utility>
 
 #include "../../codegen/text.h"
@@ -25,9 +24,8 @@ int64_t x_rows(int64_t batch) { return round_up(batch, 8); }
 
 class Cutter {
  public:
-  // `sums(columns)`: those of a row of x that a stage of so many columns has.
-  Cutter(const Linears& job, const WeightFormat& format, double line_ns, std::function<int64_t(int64_t)> sums)
-      : job_(job), format_(format), line_ns_(line_ns), sums_(std::move(sums)) {}
+  Cutter(const Linears& job, const WeightFormat& format, double line_ns, int64_t sum_columns)
+      : job_(job), format_(format), line_ns_(line_ns), sum_columns_(sum_columns) {}
 
   // The fastest over split_k, the height of boxes, and whether parts share them.
   WarpgroupsCut best() const {
@@ -49,7 +47,7 @@ class Cutter {
     const int64_t turns = boxes == 1 || c.joins_boxes() ? kWarpgroups : 1;
     const int64_t blocks = turns * boxes * divide_up(c.rows_in_entry(), kWarpRows);
     const int64_t sums = blocks * x_rows(job_.batch) * kSumPitch * 4;
-    const int64_t of_x = sums_(c.stage_columns) * x_rows(job_.batch) * 4;
+    const int64_t of_x = sum_columns_ > 0 ? c.stage_columns / sum_columns_ * x_rows(job_.batch) * 4 : 0;
     return std::max(c.stages * stage_bytes(c.stage_columns), sums) + c.stages * of_x + kBoxAlignment;
   }
 
@@ -108,7 +106,7 @@ class Cutter {
   const Linears& job_;
   const WeightFormat format_;
   const double line_ns_;
-  const std::function<int64_t(int64_t)> sums_;
+  const int64_t sum_columns_;
 };
 
 }  // namespace
@@ -180,7 +178,7 @@ std::optional<std::string> WarpgroupsKernel::refuses(const Schedule& schedule, c
 std::vector<Cut> WarpgroupsKernel::candidates(const Schedule& schedule, const Job& job) const {
   const Linears linears(schedule, job);
   const WeightFormat format = format_of(schedule, job);
-  const Cutter cutter(linears, format, line_ns(format), [&](int64_t columns) { return sums_of_x(format, columns); });
+  const Cutter cutter(linears, format, line_ns(format), sum_columns(format));
   const WarpgroupsCut best = cutter.best();
   Cut cut = job.cut;
   cut.input = Input::kBoxStages;
@@ -218,7 +216,7 @@ void WarpgroupsKernel::prove(const CutProof& proof) const {
   proof.require(own.stage_columns > 0 && own.stage_columns % kLeastColumns == 0 && own.stage_columns <= kMostColumns &&
                     linears.size % own.stage_columns == 0,
                 "x does not come in whole stages");
-  const Cutter cutter(linears, format, line_ns(format), [&](int64_t columns) { return sums_of_x(format, columns); });
+  const Cutter cutter(linears, format, line_ns(format), sum_columns(format));
   const WarpgroupsCut c{s, own};
   proof.require(linears.workers / own.split > 0 && cutter.can_split(c),
                 proof.str(own.split) + " workers share tiles, but their parts are not equal, or take more than a pass");

@@ -54,8 +54,8 @@ class WarpgroupsKernel : public Kernel {
   std::optional<std::string> refuses_size(const Tensor& x) const;
   // A warpgroup's time for a line of a box, while the other one works as well.
   virtual double line_ns(const WeightFormat& format) const = 0;
-  // Sums of so many columns of a row of x, which a stage has beside them.
-  virtual int64_t sums_of_x(const WeightFormat&, int64_t /*columns*/) const { return 0; }
+  // The columns of x that have a sum, which stages have beside them; 0: there are no sums.
+  virtual int64_t sum_columns(const WeightFormat&) const { return 0; }
   // Why it refuses a node's format, beside that of x.
   virtual std::optional<std::string> refuses_format(const Node& node) const = 0;
 
