@@ -12,19 +12,6 @@ inline constexpr int kSharedBytes = 0;
 template <class V>
 using Block = row_blocks::Block<V, typename V::Ordered>;
 
-template <class V>
-MPK_DEVICE float sum_of(const Block<V>& block) {
-  using S = typename Block<V>::S;
-  float sum = 0;
-  block.for_accesses([&](int, const typename S::Access& access) {
-#pragma unroll
-    for (const auto& v : access.v) sum += to_float(v);
-  });
-#pragma unroll
-  for (int o = S::kLanes / 2; o > 0; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
-  return sum;
-}
-
 template <class V, class T>
 MPK_DEVICE void store(const Block<V>& block, T* ordered) {
   using S = typename Block<V>::S;
@@ -45,7 +32,7 @@ template <class V, class Threads, class T>
 MPK_DEVICE void compute(Threads& threads, const typename V::Tile& tile, uint8_t*, const T* x, T* ordered, float* sums) {
   static_assert(V::kC % kOrderedColumns == 0);
   row_blocks::for_blocks<V, typename V::Ordered>(threads, tile, x, [&](const Block<V>& block, auto place, bool is_own) {
-    const float sum = sum_of<V>(block);
+    const float sum = block.fold([](float a, float b) { return a + b; });
     if (!is_own) return;
     store<V>(block, ordered + place(typename V::Ordered{}));
     if (block.lane == 0) sums[place(typename V::Sums{})] = sum;

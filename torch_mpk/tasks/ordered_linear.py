@@ -42,8 +42,7 @@ def ordered_linear(
     block_rows: int,
     block_columns: int,
 ) -> torch.Tensor:
-    """What ``quantized_linear`` makes of 4-bit weights, x and zero points, where x and x_sums are those of
-    ``order_columns``.
+    """Computes ``quantized_linear`` of 4-bit weights and zero points. ``order_columns`` has made x and x_sums.
 
     ``x_sums[r, s]`` is the sum of columns ``s * K / S`` to ``(s + 1) * K / S - 1``, which have one scale. Zero points
     are multiplied by it. Kernels multiply numbers that are above what they stand for, and take that away times these

@@ -14,15 +14,7 @@ using Block = row_blocks::Block<V, typename V::Numbers>;
 
 template <class V>
 MPK_DEVICE float scale_of(const Block<V>& block) {
-  using S = typename Block<V>::S;
-  float most = 0;
-  block.for_accesses([&](int, const typename S::Access& access) {
-#pragma unroll
-    for (const auto& v : access.v) most = fmaxf(most, fabsf(to_float(v)));
-  });
-#pragma unroll
-  for (int o = S::kLanes / 2; o > 0; o /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-  return e4m3_scale(most);
+  return e4m3_scale(block.fold([](float most, float v) { return fmaxf(most, fabsf(v)); }));
 }
 
 template <class V>

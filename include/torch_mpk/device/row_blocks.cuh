@@ -50,6 +50,18 @@ struct Block {
       for (int s = 0; s < S::kSteps; s++) f(s * S::kLanes + lane, load(s));
     }
   }
+  // Combines 0 and all elements: first those of each lane, then the lanes'.
+  template <class F>
+  MPK_DEVICE float fold(F combine) const {
+    float all = 0;
+    for_accesses([&](int, const typename S::Access& access) {
+#pragma unroll
+      for (const T& v : access.v) all = combine(all, to_float(v));
+    });
+#pragma unroll
+    for (int o = S::kLanes / 2; o > 0; o /= 2) all = combine(all, __shfl_xor_sync(~0u, all, o));
+    return all;
+  }
 };
 
 // Calls finish(block, place, is_own) for each block of a tile. place(operand) is the block's first element in an
