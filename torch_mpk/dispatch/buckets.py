@@ -562,6 +562,7 @@ class _Padding:
         self.number = gm.graph.find_nodes(op="placeholder")[number]
         self.positions: dict[tuple[torch.device, int, int], fx.Node] = {}
         self.visible: dict[tuple[torch.device, bool, int, int], fx.Node] = {}
+        self.sources: dict[tuple[torch.device, int], fx.Node] = {}
 
     def run(self) -> fx.Graph:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -696,14 +697,21 @@ class _Padding:
         return self._call(aten.where.ScalarOther, self._call(aten.ge.Scalar, places, self.front), new, 0)
 
     def _join(self, node: fx.Node) -> fx.Node:
-        """What a window holds and the prompt's positions behind it, with the padding in front of both."""
+        """Joins what a window holds and the prompt's positions, with the padding in front of both."""
         dim = arguments(node)["dim"]
-        size, device = self._bucket(node, dim), value(node).device
         apart = self._copy(node)  # padding stands between the two
-        places = self._call(aten.arange.default, size, device=device)
-        held = self._call(aten.clamp_min.default, self._call(aten.sub.Tensor, places, self.front), 0)
-        is_own = self._call(aten.ge.Scalar, places, self._call(operator.add, self.front, size - self.size))
-        return self._call(aten.index_select.default, apart, dim, self._call(aten.where.self, is_own, places, held))
+        sources = self._sources(value(node).device, self._bucket(node, dim))
+        return self._call(aten.index_select.default, apart, dim, sources)
+
+    def _sources(self, device: torch.device, size: int) -> fx.Node:
+        """Where each of ``size`` joined positions stands while padding is between a window and the prompt's own."""
+        key = (device, size)
+        if key not in self.sources:
+            places = self._call(aten.arange.default, size, device=device)
+            held = self._call(aten.clamp_min.default, self._call(aten.sub.Tensor, places, self.front), 0)
+            is_own = self._call(aten.ge.Scalar, places, self._call(operator.add, self.front, size - self.size))
+            self.sources[key] = self._call(aten.where.self, is_own, places, held)
+        return self.sources[key]
 
     def _numbers(self, device: torch.device, padded: int, size: int) -> fx.Node:
         """The number of each of ``size`` positions: from 0 on, and ``padded`` at padded ones."""
