@@ -274,7 +274,7 @@ def test_it_is_right_on_a_gpu(case: Case) -> None:
     kernel = kernel_of(registry.get("varlen_attention"))
     made = [kernel(*map(given.get, NAMES), **case.attrs) for _ in range(3)]
     assert all(torch.equal(made[0].view(torch.int16), other.view(torch.int16)) for other in made[1:])
-    assert_right(case, given, made[0])
+    assert_right(case, operands, made[0].cpu())  # racecheck would follow each access of eager kernels
 
 
 @pytest.mark.parametrize(
