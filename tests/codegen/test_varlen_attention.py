@@ -263,7 +263,7 @@ def test_more_workers_than_units_and_fewer() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", [*CASES, Case((2000, *[1] * 40), (30, *range(0, 8000, 200)), heads=16, groups=8, padding=8)], ids=str
+    "case", [*CASES, Case((700, *[1] * 20), (30, *range(0, 8000, 400)), heads=16, groups=8, padding=8)], ids=str
 )
 def test_it_is_right_on_a_gpu(case: Case) -> None:
     torch.manual_seed(0)

@@ -154,7 +154,7 @@ class FormatProgram:
             found, want = result.double().cpu(), wants[number]
             if found.shape != want.shape:
                 return f"result {number} is {list(found.shape)}, expected {list(want.shape)}"
-            may_overflow = largest[number] > torch.finfo(self.dtype).max / 2
+            may_overflow = largest[number] + allowed[number] > torch.finfo(self.dtype).max / 2
             is_right = ((found - want).abs() <= allowed[number]) | may_overflow
             if not is_right.all():
                 at = tuple((~is_right).nonzero()[0].tolist())
