@@ -168,11 +168,11 @@ def experts() -> str:
 def ranks() -> str:
     """Where a case was measured in both runs, the one without other commands' steps is shown."""
     run, batch_sizes = "decode_nvidia-h200_2026-11-29_ranks", [1, 8, 32]
-    later = "decode_nvidia-h200_2026-11-30_ranks-long"
+    long = [f"decode_nvidia-h200_2026-11-30_ranks-{name}" for name in ("long", "4096")]
 
     def cell(model: str, batch: int, num_ranks: int, variant: str = "mpk", position: int = 512) -> str:
         which = {"model": model, "batch": batch, "position": position, "ranks": num_ranks, "variant": variant}
-        found = (figure(name, "step_ms.median", **which) for name in (run, f"{run}-beside", later))
+        found = (figure(name, "step_ms.median", **which) for name in (run, f"{run}-beside", *long))
         return short(next((number for number in found if number is not None), None))
 
     def rows() -> Iterator[list[str]]:
@@ -183,9 +183,9 @@ def ranks() -> str:
                 if other := cell(model, 1, 2, variant):
                     yield [f"{MODELS[model]}, two GPUs, {variant}", other, "", ""]
             yield [f"{MODELS[model]}, two GPUs, mpk", *(bold(cell(model, batch, 2)) for batch in batch_sizes)]
-        for model in ("llama-1b", "qwen3-8b", "qwen3-14b"):
-            long = (bold(number) if (number := cell(model, batch, 2, position=4096)) else "" for batch in batch_sizes)
-            yield [f"{MODELS[model]} at position 4,096, two GPUs, mpk", *long]
+        for model in ("llama-1b", "qwen3-8b", "qwen3-14b", "qwen3-32b"):
+            cells = (bold(number) if (number := cell(model, batch, 2, position=4096)) else "" for batch in batch_sizes)
+            yield [f"{MODELS[model]} at position 4,096, two GPUs, mpk", *cells]
 
     return markdown(["ms a step, rows", *map(str, batch_sizes)], rows())
 
