@@ -207,7 +207,7 @@ NAMESAKES = {  # words that mean something else there, or are what transformers 
     "torch_mpk/jit/kernels.py": {"slot"},
     "torch_mpk/tools/new_kernel.py": {"weight"},
     "torch_mpk/tools/new_task.py": {"weight"},
-    "torch_mpk/capture/quantized_inputs.py": {"weight", "bias", "zero"},
+    "torch_mpk/capture/quantized_inputs.py": {"weight", "bias", "x_scale", "zero"},
     "torch_mpk/jit/samples.py": {"slot"},
     "torch_mpk/serve/text.py": {"length"},
     "torch_mpk/testing/zoo.py": {"linear", "attention"},

@@ -26,6 +26,7 @@ FORMATS: list[tuple[Format, dict[str, Any]]] = [
     ("fp8", {}),
     ("fp8", {"scale_fmt": "ue8m0", "weight_block_size": (64, 128)}),
     ("fp8", {"weight_block_size": None}),
+    ("fp8", {"weight_block_size": None, "activation_scheme": "static"}),
     ("fp8", {"weight_block_size": (96, 128)}),  # of which q, k and v are no whole blocks, and stay in bfloat16
     ("fp8-rows", {}),
     ("int8", {}),

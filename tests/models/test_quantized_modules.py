@@ -182,5 +182,5 @@ def test_an_engine_keeps_weights_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_not_known_makes_a_packed_model_dense(tmp_path: Path) -> None:
     """As compressed-tensors does by itself."""
-    why = packed(tmp_path, True, bits=8).unpacked_because
+    why = packed(tmp_path, True, bits=8).dense_because
     assert why == "model.layers.0.self_attn.q_proj has 8 bits of int by group, expected int4 by group or channel"

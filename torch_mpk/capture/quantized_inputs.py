@@ -48,8 +48,6 @@ def parts_of(value: Any, dim: int = 2) -> Parts | None:
 
 def _torchao(value: Any, dim: int, storage: torch.dtype) -> Parts:
     block = list(value.block_size)
-    if value.act_quant_kwargs is not None:
-        raise UnsupportedError("it quantises activations as well")
     if value.qdata.dtype != storage or value.dim() != dim or len(block) != dim or block[:-2] != [1] * (dim - 2):
         raise UnsupportedError(f"it stores {value.qdata.dtype} in blocks of {block}")
     if value.qdata.stride(-1) != 1:
@@ -58,7 +56,26 @@ def _torchao(value: Any, dim: int, storage: torch.dtype) -> Parts:
     return Parts({"weight": "qdata", "scale": "scale"}, attrs)
 
 
+def _torchao_float8(value: Any, dim: int) -> Parts:
+    """Activations stay as they are, or are quantised by row, or by one scale that is given."""
+    parts, of_x = _torchao(value, dim, torch.float8_e4m3fn), value.act_quant_kwargs
+    if getattr(value, "output_act_quant_kwargs", None) is not None:
+        raise UnsupportedError("it quantises its results as well")
+    if of_x is None:
+        return parts
+    given, attrs = getattr(value, "act_quant_scale", None), dict(parts.attrs, x_columns=-1)
+    if dim > 2 or of_x.float8_dtype != torch.float8_e4m3fn or of_x.hp_value_lb or of_x.hp_value_ub:
+        raise UnsupportedError("it quantises activations as well")
+    if given is not None and given.numel() == 1:
+        return Parts({**parts.operands, "x_scale": "act_quant_scale"}, attrs)
+    if given is None and getattr(of_x.granularity, "dim", None) == -1:
+        return Parts(parts.operands, attrs)
+    raise UnsupportedError(f"it quantises activations by {of_x.granularity}, expected by row or by a given scale")
+
+
 def _torchao_int8(value: Any, dim: int) -> Parts:
+    if value.act_quant_kwargs is not None:
+        raise UnsupportedError("it quantises activations as well")
     if value.act_pre_scale is not None:
         raise UnsupportedError("it scales activations before the product")
     parts = _torchao(value, dim, torch.int8)
@@ -88,7 +105,8 @@ def _packed_elsewhere(value: Any, dim: int) -> Parts:
 
 
 _READERS: dict[str, Callable[[Any, int], Parts]] = {
-    "Float8Tensor": lambda value, dim: _torchao(value, dim, torch.float8_e4m3fn),
+    "Float8Tensor": _torchao_float8,
+    "PrototypeFloat8Tensor": _torchao_float8,
     "Int8Tensor": _torchao_int8,
     "Int4Tensor": _torchao_int4,
     **dict.fromkeys(("Int4TilePackedTo4dTensor", "Int4PreshuffledTensor", "Int4PlainInt32Tensor"), _packed_elsewhere),
@@ -174,6 +192,7 @@ def product(
     zero: torch.Tensor | None = None,
     scales_by_column: torch.Tensor | None = None,
     zeros_by_column: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     **attrs: int,
 ) -> torch.Tensor:
     """``F.linear`` with a weight in parts. Scales and zero points by column are transposed."""
@@ -187,7 +206,8 @@ def product(
     if zeros_by_column is not None:
         zero = zeros_by_column.t()
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.mpk.quantized_linear(rows, weight, scales, bias, None, zero, **attrs)
+    x_scale = None if x_scale is None else x_scale.reshape(1)
+    y = torch.ops.mpk.quantized_linear(rows, weight, scales, bias, x_scale, zero, **attrs)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -19,9 +19,9 @@ import torch
 
 from torch_mpk.capture import (
     bitsandbytes_linears,
+    compressed_linears,
     fp8_experts,
     gptqmodel_linears,
-    packed_linears,
     quantized_experts,
     quantized_inputs,
     quantized_modules,
@@ -132,7 +132,7 @@ def _register_mxfp4(_: Any) -> None:
 
 def keep_weights(model: Any) -> None:
     """Leaves quantised weights as they are stored in eager calls, too, where their packages would write them anew."""
-    packed_linears.keep_packed(model)
+    compressed_linears.keep_stored(model)
     bitsandbytes_linears.keep_words(model)
 
 
@@ -147,7 +147,7 @@ _SUBSTITUTES: dict[str, Callable[[Any], None]] = {
     "transformers.integrations.moe": _substitute_experts,
     "transformers.quantizers.auto": _register_mxfp4,
     "gptqmodel.nn_modules.qlinear": gptqmodel_linears.take_linears,
-    "compressed_tensors.compressors.model_compressors.model_compressor": packed_linears.take_compressor,
+    "compressed_tensors.compressors.model_compressors.model_compressor": compressed_linears.take_compressor,
     "bitsandbytes.nn.modules": bitsandbytes_linears.take_linears,
     "torchao.quantization.quantize_.workflows.int4.int4_tensor": _substitute_int4,
     "hqq.core.quantize": _left("HQQLinear"),

@@ -10,6 +10,7 @@ from transformers import FineGrainedFP8Config, PreTrainedModel
 from torch_mpk.quantize import GROUP, groups_of, packed
 
 Format = Literal["fp8", "fp8-rows", "int8", "int4"]
+_ACTIVATION_SCALE = 0.01  # which a checkpoint has of calibration; of activations up to 4.48
 
 
 class IntegerLinear(torch.nn.Module):
@@ -57,11 +58,11 @@ def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> 
 
     settings = FineGrainedFP8Config(**config)
     experts = [name for name, module in model.named_modules() if _has_plain_experts(name, module)]
-    given = {name: model.get_submodule(name) for name in names + experts}
+    of_model = {name: model.get_submodule(name) for name in names + experts}
     kept = [name for name, module in model.named_modules() if module is head or name.endswith(".experts")]
     replace_with_fp8_linear(model, [name for name in kept if name not in experts], settings)
     quantise = Fp8Quantize(_Quantizer(settings))
-    for name, linear in given.items():
+    for name, linear in of_model.items():
         module = model.get_submodule(name)
         for weight in [weight for weight, value in linear.named_parameters() if value.dim() > 1]:
             made = quantise.convert({f"{name}.{weight}": getattr(linear, weight).detach()})
@@ -70,6 +71,9 @@ def quantize_linears(model: PreTrainedModel, weights: Format, **config: Any) -> 
             scale = None if scale is None else torch.nn.Parameter(scale, requires_grad=False)
             setattr(module, f"{weight}_scale_inv", scale)
             setattr(linear, weight, None)  # frees it, before the next one is quantised
+        for scale in [each for each, _ in module.named_parameters() if each.endswith("activation_scale")]:
+            given = torch.full_like(getattr(module, scale), _ACTIVATION_SCALE, device=model.device)
+            setattr(module, scale, torch.nn.Parameter(given, requires_grad=False))
         if name in names:
             module.bias = linear.bias
     return model
