@@ -121,7 +121,7 @@ def in_a_mesh(rank: int) -> list[str]:
 @pytest.mark.slow
 def test_groups_of_a_mesh_exchange_by_themselves_and_errors_have_the_numbers_in_the_world(tmp_path: Path) -> None:
     results = run(4, in_a_mesh, tmp_path)
-    waits = "rank 0 of group 4 waits for rank 1 to build (in the world the ranks of group 4 are 2, 3)"
+    waits = "rank 0 of group 4 waits for rank 1 to compare builds (in the world the ranks of group 4 are 2, 3)"
     assert waits in (tmp_path / "2.log").read_text()
     assert [first for first, _ in results] == ["16.0000", "16.0000", "80.0000", "80.0000"]
     (_, on_0), (_, on_1), (_, on_2), (_, on_3) = results

@@ -18,11 +18,12 @@ from torch_mpk.builds import background, timing
 from torch_mpk.builds.dry_run import is_dry_run, will_write
 from torch_mpk.capture.graph import written_inputs
 from torch_mpk.config import Options, env
-from torch_mpk.dispatch.fallback import announce_break, fall_back
-from torch_mpk.dispatch.specialize import warn_at_recompile_limit
+from torch_mpk.dispatch.fallback import announce_break, announce_eager_call, fall_back
+from torch_mpk.dispatch.recompile_limit import is_last_compile, warn_of_last_compile
 from torch_mpk.errors import RankLostError, UnsupportedError
-from torch_mpk.ranks.agreement import leave, telling
+from torch_mpk.ranks.agreement import leave, tell_of_last_compile, telling
 from torch_mpk.ranks.sharding import localise
+from torch_mpk.runtime.team import LeftError, forget_limits
 from torch_mpk.traces import known
 
 Make = Callable[[torch.fx.GraphModule, Sequence[Any], Options], Callable[..., Any]]
@@ -43,7 +44,7 @@ def mpk(
         OptionError: ``mode`` or ``options`` has a name or value that is not known.
         MpkError: with ``options={"fallback": "error"}``, what would have been a fallback.
     """
-    with telling(gm, example_inputs):
+    with telling(gm, example_inputs, fallback="error"):
         settings = Options.parse(mode, options)
     announce_break(gm)
     run = _disabled(gm, example_inputs) if env.disable else _run_localised(gm, example_inputs, settings)
@@ -71,7 +72,16 @@ def _run_localised(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], sett
     settings = dataclasses.replace(settings, while_building="wait")
 
     def make(gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-        return local.callable(_compiled(local.gm, local.pick(inputs), settings))
+        run = local.callable(_compiled(local.gm, local.pick(inputs), settings))
+
+        def call(*args: Any) -> Any:
+            try:
+                return run(*args)
+            except LeftError as error:
+                announce_eager_call(error)
+                return gm.forward(*args)
+
+        return call
 
     return _timed(gm, example_inputs, settings, make)
 
@@ -91,13 +101,18 @@ def run_of(gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: Options, m
     """The callable that ``make`` gives for a graph of Dynamo's; where it raises, the one that the options name."""
     if env.disable:
         return _disabled(gm, inputs)
-    warn_at_recompile_limit(gm)
+    is_last = is_last_compile()
+    if is_last:
+        warn_of_last_compile(gm)
     try:
-        return make(gm, inputs, settings)
+        run = make(gm, inputs, settings)
     except RankLostError:  # others wait in vain, or for what eager's exchanges are not
         raise
     except Exception as error:
-        return fall_back(gm, inputs, settings, error)
+        run = fall_back(gm, inputs, settings, error)
+    if is_last:
+        tell_of_last_compile()
+    return run
 
 
 def reset() -> None:
@@ -105,6 +120,7 @@ def reset() -> None:
     what is in use stays so, and asks for its builds again."""
     background.drop()
     forget()
+    forget_limits()
     known.forget()
 
 

@@ -73,7 +73,7 @@ def compile_graph(
     request = _Request(gm, inputs, device, options, captured, needs_graph or bool(options.verify), later)
     group = group_of(gm)
     num_numbers = sum(not isinstance(value, torch.Tensor) for value in inputs)
-    built = request.built() if group is None else agreed(group, options, request.built, num_numbers)
+    built = request.built() if group is None else agreed(gm, group, options, request.built, num_numbers)
     if callable(built):
         return built
     compiled, mutated, memory = built

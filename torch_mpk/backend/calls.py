@@ -43,7 +43,7 @@ def compile_call(
 
     Raises whatever makes it a graph that we do not run.
     """
-    with telling(gm, inputs):
+    with telling(gm, inputs, options.fallback):
         unpacked = unpack(gm, inputs)
         if unpacked is None:
             return _Graph(gm, inputs, options, needs_graph).callable(inputs)

@@ -145,6 +145,10 @@ def decline_call(options: Options, error: MpkError) -> None:
     """
     if options.fallback == "error":
         raise error
+    announce_eager_call(error)
+
+
+def announce_eager_call(error: MpkError) -> None:
     warn(_notice("a call", "eager", str(error)))
 
 

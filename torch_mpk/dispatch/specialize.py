@@ -13,15 +13,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mpk.builds import background
 from torch_mpk.builds.background import Job
 from torch_mpk.builds.dry_run import is_dry_run
 from torch_mpk.capture.foreign import is_plain
-from torch_mpk.capture.graph import source_line
 from torch_mpk.errors import RankLostError
+from torch_mpk.runtime.team import LeftError
 from torch_mpk.warn_once import warn
 
 MAX_BUILDS = 16
@@ -97,8 +96,7 @@ def per_call(
         try:
             run = build()
         except Exception as error:
-            run = _without_build(on_failure, args, error)
-            given_up.append(run)
+            run = _without_build(on_failure, args, error, given_up)
         with lock:
             is_again = built.add(key, run)
         if is_again:
@@ -151,11 +149,23 @@ def per_call(
 
 
 def _without_build(
-    on_failure: Callable[[Args, Exception], Callable[..., Any]], args: Args, error: Exception
+    on_failure: Callable[[Args, Exception], Callable[..., Any]],
+    args: Args,
+    error: Exception,
+    given_up: list[Callable[..., Any]],
 ) -> Callable[..., Any]:
+    """What runs calls with such arguments. It is added to ``given_up`` where the error says something of others."""
     if isinstance(error, RankLostError):  # what this rank ran instead would not serve the others
         raise error
-    return on_failure(args, error)
+    if isinstance(error, LeftError):
+        return functools.partial(_leave, error)
+    given_up.append(on_failure(args, error))
+    return given_up[-1]
+
+
+def _leave(error: LeftError, *args: Any) -> Any:
+    """Has the caller run Dynamo's graph, whose exchanges are those of the other ranks then."""
+    raise error
 
 
 def _is_compiled(run: Any) -> bool:
@@ -201,32 +211,3 @@ class _Builds(OrderedDict[Hashable, Callable[..., Any]]):
         is_again = key in self._dropped
         self._dropped.pop(key, None)
         return is_again
-
-
-def _num_compiled() -> int | None:
-    """How often the function that Dynamo compiles has been compiled, as its limit counts: what was compiled for a model
-    that is gone does not count, nor, where ``torch.compile`` isolates calls from each other, what is another's."""
-    compile_id = CompileContext.current_compile_id()
-    if compile_id is None:
-        return None
-    try:
-        from torch._dynamo.eval_frame import _get_cache_entries_for_region, get_eval_frame_isolate_recompiles_id
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-    except ImportError:  # before PyTorch 2.13
-        return compile_id.frame_compile_id
-    code = InstructionTranslator.current_tx().output.root_tx.f_code
-    return len(_get_cache_entries_for_region(code, get_eval_frame_isolate_recompiles_id()))
-
-
-def warn_at_recompile_limit(gm: torch.fx.GraphModule) -> None:
-    """Announces the last compile of a function that Dynamo allows: it calls no backend after it, and says nothing."""
-    limit = torch._dynamo.config.recompile_limit
-    if _num_compiled() != limit - 1:
-        return
-    place = next(filter(None, map(source_line, gm.graph.nodes)), "a function")
-    warn(
-        f"{place} has been compiled {limit} times, all that Dynamo allows: calls with yet other shapes or arguments "
-        "will run eagerly, or raise with fullgraph=True. TORCH_LOGS=recompiles says what differs from call to call. "
-        "Keep max_cache_len and the batch the same, do not pass dynamic=False, or allow more compiles: "
-        f"torch._dynamo.config.recompile_limit = {8 * limit}"
-    )

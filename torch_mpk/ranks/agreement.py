@@ -16,11 +16,12 @@ from torch_mpk.config import Options
 from torch_mpk.dispatch.build_cache import fingerprint
 from torch_mpk.dispatch.compiled_graph import CompiledGraph
 from torch_mpk.dispatch.fallback import decline_call
+from torch_mpk.dispatch.recompile_limit import being_compiled
 from torch_mpk.errors import MpkError, RankLostError, UnsupportedError, first_line
-from torch_mpk.ranks.sharding import group_of_graph
+from torch_mpk.ranks.sharding import function_of_graph, group_of_graph
 from torch_mpk.runtime.ranks import RankedExecutable
-from torch_mpk.runtime.team import Team, stay_away, team_of
-from torch_mpk.runtime.watchdog import watchdog_seconds
+from torch_mpk.runtime.team import Build, Team, stay_away, team_of, tell_limit
+from torch_mpk.runtime.watchdog import DEFAULT_WATCHDOG_SECONDS, meeting_seconds, watchdog_seconds
 
 _COMPARE = "compare builds"
 _EXCHANGES = "a number or size of exchanges"
@@ -38,20 +39,23 @@ def group_of(gm: fx.GraphModule) -> str | None:
     return next(iter(groups), None)
 
 
-def agreed(group: str, options: Options, build: Callable[[], Any], num_numbers: int) -> Any:
+def agreed(gm: fx.GraphModule, group: str, options: Options, build: Callable[[], Any], num_numbers: int) -> Any:
     """``build()``, a ``backend.Built``, where all ranks of the group have built the same. Collective.
 
     Args:
+        gm: the graph that is built, of Dynamo's or ``localise``'s.
         num_numbers: how many inputs of Dynamo's graph are numbers. One that has some is built in other ways where it
             cannot be built in this one, while others would not try again.
 
     Raises:
         UnsupportedError: on all ranks, where one could not build, or where they differ.
+        LeftError: on those that build, where another one runs the graph eagerly, since Dynamo compiles it no more.
         RankLostError: one does not come, or comes for something else, or what they exchange differs, so that eager's
             exchanges would not fit either.
         Exception: what ``build`` raises.
     """
     team = team_of(group)
+    team.come()
     built = error = None
     try:
         built = build()
@@ -60,7 +64,8 @@ def agreed(group: str, options: Options, build: Callable[[], Any], num_numbers: 
         error, executables = reason, []
     key = _key(options, executables)
     why = None if error is None else first_line(error)
-    said = team.gather(_COMPARE, (key, [each.is_joined for each in executables], why, num_numbers))
+    own = key, [each.is_joined for each in executables], why, num_numbers
+    said = team.gather(_COMPARE, own, build=_build_of(gm, options.fallback, watchdog_seconds(options)))
     has_failed = any(why is not None for _, _, why, _ in said)
     for rank, (*_, other) in enumerate(said):
         if has_failed and other not in (num_numbers, None):
@@ -90,18 +95,20 @@ def agreed(group: str, options: Options, build: Callable[[], Any], num_numbers: 
 
 
 @contextlib.contextmanager
-def telling(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+def telling(gm: fx.GraphModule, inputs: Sequence[Any], fallback: str | None) -> Iterator[None]:
     """Where a rank gives a graph up before it has compared builds, the others, which wait for that, are told why.
     Collective then."""
-    before = Team.num_gathered
+    before = Team.num_come
     try:
         yield
     except RankLostError:
         raise
     except Exception as error:
         group = group_of_graph(gm, inputs) if dist.is_initialized() else None
-        if group is not None and Team.num_gathered == before:
-            team_of(group).gather(_COMPARE, ({}, [], first_line(error), None))
+        if group is not None and Team.num_come == before:
+            with contextlib.suppress(UnsupportedError):  # one that has come to the same end
+                build = _build_of(gm, fallback, DEFAULT_WATCHDOG_SECONDS)
+                team_of(group).gather(_COMPARE, ({}, [], first_line(error), None), build=build)
         raise
 
 
@@ -111,14 +118,28 @@ def leave(gm: fx.GraphModule, inputs: Sequence[Any], why: str) -> None:
         stay_away(why)
 
 
+def tell_of_last_compile() -> None:
+    """Has no other rank wait long for this one to build for a function that Dynamo compiles no more here."""
+    function = being_compiled()
+    if function is not None:
+        tell_limit(function.name)
+
+
 def decline_together(group: str, options: Options, error: MpkError) -> None:
     """``decline_call``, where all ranks decline the call. Collective.
 
     Raises RankLostError where another one makes it.
     """
     decline_call(options, error)
-    seconds = 3 * (watchdog_seconds(options) or 60) + 10
-    team_of(group).gather("run a call eagerly that torch_mpk cannot take, as a warning says", seconds=seconds)
+    purpose = "run a call eagerly that torch_mpk cannot take, as a warning says"
+    team_of(group).gather(purpose, seconds=meeting_seconds(watchdog_seconds(options)))
+
+
+def _build_of(gm: fx.GraphModule, fallback: str | None, watchdog: float) -> Build | None:
+    function = function_of_graph(gm)
+    if function is None:
+        return None
+    return Build(function.name, watchdog, runs_eagerly=fallback != "error" and not function.is_whole)
 
 
 def _key(options: Options, executables: list[RankedExecutable]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import fx
 
 from torch_mpk.capture.graph import source_line
 from torch_mpk.capture.tracing import copied, graph_module
+from torch_mpk.dispatch.recompile_limit import Function, being_compiled
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.ranks.choices import Gathered, choose_before_gathering
 from torch_mpk.runtime.team import resolve
@@ -89,6 +90,12 @@ def group_of_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
     return next((_group_of(value.device_mesh) for value in inputs if _is_sharded(value)), None)
 
 
+def function_of_graph(gm: fx.GraphModule) -> Function | None:
+    """What Dynamo has compiled ``gm`` of, or compiles now, as far as that is known."""
+    marks = (node.meta.get("function") for node in gm.graph.nodes)
+    return next(filter(None, marks), None) or being_compiled()
+
+
 def _group_of(mesh: Any) -> str | None:
     if mesh.ndim != 1:  # such as FSDP's around it, whose ranks have batches of their own
         return _group_of(mesh["tp"]) if "tp" in (mesh.mesh_dim_names or ()) else None
@@ -130,6 +137,7 @@ class _Localiser:
         self.env: dict[fx.Node, Any] = {}
         self.sums: dict[Any, fx.Node] = {}  # of what
         self.gathered: list[Gathered] = []
+        self.function = being_compiled()
         self.node: fx.Node = next(iter(gm.graph.nodes))
 
     def run(self) -> Local:
@@ -253,7 +261,9 @@ class _Localiser:
         return result
 
     def _exchange(self, task: str, x: fx.Node, group: str) -> fx.Node:
-        return self._call(getattr(torch.ops.mpk, task), x, ranks=resolve(group).size(), group=group)
+        made = self._call(getattr(torch.ops.mpk, task), x, ranks=resolve(group).size(), group=group)
+        made.meta["function"] = self.function
+        return made
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(function, args, kwargs)

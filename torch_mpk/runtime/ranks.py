@@ -16,6 +16,7 @@ import torch
 
 from torch_mpk.errors import MegakernelTimeout, UnsupportedError, first_line
 from torch_mpk.runtime.team import Team, team_of
+from torch_mpk.runtime.watchdog import meeting_seconds
 
 SHARED_MEMORY = Path("/dev/shm")
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -114,14 +115,15 @@ class RankedExecutable:
         try:
             launch(*args)
         except MegakernelTimeout as error:
-            if self._team is None or not self._team.note:
+            notes = "" if self._team is None else f"{self._team.note}{self._team.limits}"
+            if not notes:
                 raise
-            raise type(error)(f"{error}{self._team.note}") from None
+            raise type(error)(f"{error}{notes}") from None
 
     def _reunite(self) -> None:
         """Waits for all ranks, each of which comes when its own launch has aborted, and begins anew."""
         self._team = team_of(self.group)
-        self._team.gather("begin anew after an error", seconds=3 * (self._seconds or 60) + 10)
+        self._team.gather("begin anew after an error", seconds=meeting_seconds(self._seconds))
         self._begin(self._team)
 
 

@@ -11,3 +11,8 @@ def watchdog_seconds(options: Options) -> float:
     """0 is for ever."""
     settings = (options.watchdog_seconds, env.watchdog_seconds, DEFAULT_WATCHDOG_SECONDS)
     return next(seconds for seconds in settings if seconds is not None)
+
+
+def meeting_seconds(watchdog: float) -> float:
+    """How long to wait for a rank whose launch may have to end before it comes."""
+    return 3 * (watchdog or 60) + 10
