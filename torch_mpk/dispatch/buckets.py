@@ -80,7 +80,7 @@ class Prompt:
         self.captured, self.number = captured, number
         length = captured.inputs[number].value
         assert isinstance(length, torch.SymInt)
-        self._check = check = PositionCheck(length.node.expr)
+        self._check = check = PositionCheck(length.node.expr, captured)
         for node in captured.graph_module.graph.nodes:
             try:
                 check.visit(node)

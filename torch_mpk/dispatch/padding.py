@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,7 +17,15 @@ from torch import fx
 from torch_mpk.capture.aliasing import eliminate_dead_code, evaluate, value
 from torch_mpk.capture.graph import lay_out_as_eager
 from torch_mpk.dispatch.position_check import PADDED, PositionCheck
+from torch_mpk.dispatch.position_sizes import Window
 from torch_mpk.patterns.rewriter import arguments, aten, is_call
+
+
+class _Places(NamedTuple):
+    """How many a bucket has along a dimension, those of a window among them, and how many of them are padding."""
+
+    size: int
+    front: fx.Node
 
 
 class Padding:
@@ -28,9 +36,10 @@ class Padding:
         self.graph = fx.Graph(owning_module=gm)
         self.nodes: dict[fx.Node, Any] = {}  # the captured graph's -> this one's
         self.number = gm.graph.find_nodes(op="placeholder")[number]
-        self.positions: dict[tuple[torch.device, int, int], fx.Node] = {}
-        self.visible: dict[tuple[torch.device, bool, int, int], fx.Node] = {}
-        self.sources: dict[tuple[torch.device, int], fx.Node] = {}
+        self.fronts: dict[Window, fx.Node] = {}
+        self.positions: dict[tuple[torch.device, int, _Places], fx.Node] = {}
+        self.visible: dict[tuple[torch.device, bool, int, _Places], fx.Node] = {}
+        self.sources: dict[tuple[torch.device, _Places], fx.Node] = {}
 
     def run(self) -> fx.Graph:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -91,7 +100,7 @@ class Padding:
         device = value(node).device
         args = {name: fx.node.map_arg(arg, self.nodes.__getitem__) for name, arg in arguments(node).items()}
         if node.target is aten.softmax.int:
-            visible, scores = self._visible(device, False, value(node).dim(), self._bucket(node, -1)), args.pop("self")
+            visible, scores = self._visible(device, False, value(node).dim(), self._places(node, -1)), args.pop("self")
             if is_call(scores, aten.add.Tensor) and isinstance(scores.args[1], fx.Node):  # a mask, which patterns know
                 masked = self._hidden(scores.args[1], visible)
                 scores = self._call(aten.add.Tensor, scores.args[0], masked, **scores.kwargs)
@@ -99,8 +108,8 @@ class Padding:
                 scores = self._hidden(scores, visible)
             given: tuple[Any, ...] = (scores, args.pop("dim"))
         else:
-            num_keys = self._bucket(node.args[1], -2)
-            visible = self._visible(device, args.pop("is_causal"), value(node).dim(), num_keys)
+            keys = self._places(node.args[1], -2)
+            visible = self._visible(device, args.pop("is_causal"), value(node).dim(), keys)
             mask = args.pop("attn_mask")
             mask = visible if mask is None else self._hidden(mask, visible)
             given = (*(args.pop(name) for name in ("query", "key", "value")), mask)
@@ -113,21 +122,27 @@ class Padding:
             return self._call(aten.__and__.Tensor, mask, visible)
         return self._call(aten.where.ScalarOther, visible, mask, -math.inf)
 
-    def _bucket(self, node: fx.Node, dim: int) -> int:
-        """As many positions as a bucket has along a dimension, those of a window among them."""
-        return self.size + (self.check.ahead(value(node).shape[dim]) or 0)
+    def _places(self, node: fx.Node, dim: int) -> _Places:
+        number = value(node).shape[dim]
+        window, front = self.check.window(number), self.front
+        if window is not None:
+            if window not in self.fronts:
+                whole = self._call(operator.add, front, window.size)
+                self.fronts[window] = self._call(operator.sub, whole, self.nodes[window.held])
+            front = self.fronts[window]
+        return _Places(self.size + (self.check.ahead(number) or 0), front)
 
-    def _visible(self, device: torch.device, is_causal: bool, rank: int, num_keys: int) -> fx.Node:
+    def _visible(self, device: torch.device, is_causal: bool, rank: int, places: _Places) -> fx.Node:
         """Which keys a query may see, [1, 1, S, L] for patterns, [S, L] where there are fewer dimensions than four or
         more: those of real positions; padded queries see padded keys, too, since a row that sees none is NaN."""
         outer = [1, 1] if rank == 4 else []
-        key = (device, is_causal, len(outer), num_keys)
+        key = (device, is_causal, len(outer), places)
         if key not in self.visible:
             queries, keys = (
                 self._call(aten.view.default, self._call(aten.arange.default, number, device=device), [*outer, *ends])
-                for number, ends in ((self.size, (-1, 1)), (num_keys, (1, -1)))
+                for number, ends in ((self.size, (-1, 1)), (places.size, (1, -1)))
             )
-            is_real = self._call(aten.ge.Scalar, keys, self.front)
+            is_real = self._call(aten.ge.Scalar, keys, places.front)
             visible = self._call(aten.__or__.Tensor, is_real, self._call(aten.lt.Scalar, queries, self.front))
             if is_causal:
                 visible = self._call(aten.__and__.Tensor, self._call(aten.le.Tensor, keys, queries), visible)
@@ -136,12 +151,12 @@ class Padding:
 
     def _count(self, node: fx.Node) -> fx.Node:
         like = value(node)
-        numbers = self._numbers(like.device, PADDED, self._bucket(node, 0))
+        numbers = self._numbers(like.device, PADDED, self._places(node, 0))
         return numbers if like.dtype == torch.int64 else self._call(aten.to.dtype, numbers, like.dtype)
 
     def _take(self, node: fx.Node) -> fx.Node:
         """A row for each position; any row there is for padded ones."""
-        rows = self._numbers(value(node).device, 0, self.size)
+        rows = self._numbers(value(node).device, 0, _Places(self.size, self.front))
         return self._call(aten.index_select.default, self.nodes[node.args[0]], self.check.tables[node], rows)
 
     def _first(self, node: fx.Node) -> fx.Node:
@@ -160,33 +175,35 @@ class Padding:
         dim, new = self.check.dim(index), self.nodes[index]
         if dim is None:
             return new
-        places = self._call(aten.arange.default, self._bucket(index, dim), device=value(index).device)
+        number, front = self._places(index, dim)
+        places = self._call(aten.arange.default, number, device=value(index).device)
         places = self._call(aten.view.default, places, [-1, *[1] * (value(index).dim() - 1 - dim)])
-        return self._call(aten.where.ScalarOther, self._call(aten.ge.Scalar, places, self.front), new, 0)
+        return self._call(aten.where.ScalarOther, self._call(aten.ge.Scalar, places, front), new, 0)
 
     def _join(self, node: fx.Node) -> fx.Node:
         """Joins what a window holds and the prompt's positions, with the padding in front of both."""
         dim = arguments(node)["dim"]
-        apart = self._copy(node)  # padding stands between the two
-        sources = self._sources(value(node).device, self._bucket(node, dim))
+        whole = [self.nodes[self.check.windows.get(each, each)] for each in node.args[0]]
+        apart = self._call(aten.cat.default, whole, dim)  # what is free in the window, and padding, are between the two
+        sources = self._sources(value(node).device, self._places(node, dim))
         return self._call(aten.index_select.default, apart, dim, sources)
 
-    def _sources(self, device: torch.device, size: int) -> fx.Node:
-        """Where each of ``size`` joined positions stands while padding is between a window and the prompt's own."""
-        key = (device, size)
+    def _sources(self, device: torch.device, joined: _Places) -> fx.Node:
+        """Where each joined position stands while padding is between a window and the prompt's own."""
+        key = (device, joined)
         if key not in self.sources:
-            places = self._call(aten.arange.default, size, device=device)
-            held = self._call(aten.clamp_min.default, self._call(aten.sub.Tensor, places, self.front), 0)
-            is_own = self._call(aten.ge.Scalar, places, self._call(operator.add, self.front, size - self.size))
+            places = self._call(aten.arange.default, joined.size, device=device)
+            held = self._call(aten.clamp_min.default, self._call(aten.sub.Tensor, places, joined.front), 0)
+            is_own = self._call(aten.ge.Scalar, places, self._call(operator.add, self.front, joined.size - self.size))
             self.sources[key] = self._call(aten.where.self, is_own, places, held)
         return self.sources[key]
 
-    def _numbers(self, device: torch.device, padded: int, size: int) -> fx.Node:
-        """The number of each of ``size`` positions: from 0 on, and ``padded`` at padded ones."""
-        key = (device, padded, size)
+    def _numbers(self, device: torch.device, padded: int, counted: _Places) -> fx.Node:
+        """The number of each position: from 0 on, and ``padded`` at padded ones."""
+        key = (device, padded, counted)
         if key not in self.positions:
-            places = self._call(aten.arange.default, size, device=device)
-            is_real = self._call(aten.ge.Scalar, places, self.front)
-            numbers = self._call(aten.sub.Tensor, places, self.front)
+            places = self._call(aten.arange.default, counted.size, device=device)
+            is_real = self._call(aten.ge.Scalar, places, counted.front)
+            numbers = self._call(aten.sub.Tensor, places, counted.front)
             self.positions[key] = self._call(aten.where.ScalarOther, is_real, numbers, padded)
         return self.positions[key]

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from torch_mpk.capture.aliasing import is_scalar, storages, tensors, value, written_storages
+from torch_mpk.capture.graph import Captured
+from torch_mpk.dispatch.position_sizes import PositionSizes, is_symbolic
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.patterns.rewriter import CASTS, RESHAPES, arguments, aten, is_call
 
@@ -34,7 +36,7 @@ class Result:
     is_contiguous: bool
 
 
-class PositionCheck:
+class PositionCheck(PositionSizes):
     """Goes through a graph in program order and raises UnsupportedError where positions would not stay apart.
 
     Attributes:
@@ -44,13 +46,13 @@ class PositionCheck:
         first: nodes that take the first position.
         sized: nodes to which the number of positions is a size, rather than a value.
         chosen: nodes that look something up for each position, by numbers that padded ones have none of.
-        joined: what a full window holds, and the positions behind it.
+        joined: what a window holds, and the positions behind it.
         attending: attention to the prompt's own keys, and softmax of its scores: padded keys are to be hidden from it.
         weights: what such softmax gives, 0 for padded keys.
     """
 
-    def __init__(self, symbol: sympy.Symbol) -> None:
-        self.symbol = symbol
+    def __init__(self, symbol: sympy.Symbol, captured: Captured) -> None:
+        super().__init__(symbol, captured)
         self.results: list[Result] = []
         self.counted: set[fx.Node] = set()
         self.tables: dict[fx.Node, int] = {}
@@ -62,38 +64,6 @@ class PositionCheck:
         self.weights: set[fx.Node] = set()
         self._inputs: frozenset[int] = frozenset()  # storages of those that have positions
         self._outside: set[fx.Node] = set()  # numbers of positions, far below 0 at padded ones
-
-    def is_number(self, node: Any) -> bool:
-        """Whether it is the length, or computed from it."""
-        number = value(node) if isinstance(node, fx.Node) else node
-        return _is_symbolic(number) and self.symbol in number.node.expr.free_symbols
-
-    def ahead(self, node: Any) -> int | None:
-        """How many more than the prompt's positions a number is: those of a window in front; None if it is not so."""
-        number: Any = value(node) if isinstance(node, fx.Node) else node
-        more = number.node.expr - self.symbol if self.is_number(number) else None
-        return int(more) if more is not None and more.is_Integer and more >= 0 else None
-
-    def is_length(self, node: Any) -> bool:
-        return self.ahead(node) == 0
-
-    def dim(self, tensor: Any) -> int | None:
-        """Which dimension of a tensor, or of a node's, has a prompt's positions, maybe behind those of a window; None
-        where none has."""
-        tensor = value(tensor) if isinstance(tensor, fx.Node) else tensor
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        dims = [d for d, n in enumerate(tensor.shape) if self.is_number(n)]
-        if len(dims) > 1 or any(self.ahead(tensor.shape[d]) is None for d in dims):
-            raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} has positions not side by side")
-        return dims[0] if dims else None
-
-    def is_pair(self, tensor: Any) -> bool:
-        """Whether a tensor, or a node's, has a number for each query and each key of a prompt: its last two sizes."""
-        tensor = value(tensor) if isinstance(tensor, fx.Node) else tensor
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or any(map(self.is_number, tensor.shape[:-2])):
-            return False
-        return self.is_length(tensor.shape[-2]) and self.ahead(tensor.shape[-1]) is not None
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "call_function" and any(map(self.is_pair, (node, *node.all_input_nodes))):
@@ -197,10 +167,6 @@ class PositionCheck:
             self.results.append(Result(index, dim, value(result).is_contiguous()))
 
 
-def _is_symbolic(number: Any) -> bool:
-    return isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 # ---- which operations keep positions apart ----
 
 _SIZES = {  # -> the argument that is a shape
@@ -282,7 +248,7 @@ def _reshape(check: PositionCheck, node: fx.Node, args: dict[str, Any]) -> None:
     if before is None or after is None:
         raise UnsupportedError("it reshapes positions into others")
     outer = [*value(node.args[0]).shape[:before], *value(node).shape[:after]]
-    if any(map(_is_symbolic, outer)) or math.prod(outer[:before]) != math.prod(outer[before:]):
+    if any(map(is_symbolic, outer)) or math.prod(outer[:before]) != math.prod(outer[before:]):
         raise UnsupportedError("it reshapes positions into others")
 
 
@@ -293,7 +259,7 @@ def _along(check: PositionCheck, node: fx.Node, args: dict[str, Any]) -> None:
         several = [each for each in several if value(each).shape != (0,)]  # what a cache begins with
         if len(several) == 1:
             return
-        if _is_joined(check, several, args["dim"] % _rank(node)):
+        if _is_joined(check, node, several, args["dim"] % _rank(node)):
             check.joined.add(node)
             return
     dims = args.get("dim")
@@ -304,9 +270,12 @@ def _along(check: PositionCheck, node: fx.Node, args: dict[str, Any]) -> None:
             raise UnsupportedError("it works along the positions of a prompt")
 
 
-def _is_joined(check: PositionCheck, several: Sequence[fx.Node], dim: int) -> bool:
+def _is_joined(check: PositionCheck, node: fx.Node, several: Sequence[fx.Node], dim: int) -> bool:
     """Whether it is what a window holds, and a prompt's positions behind it."""
-    return [check.dim(each) for each in several] == [None, dim] and check.is_length(value(several[1]).shape[dim])
+    if [check.dim(each) for each in several] != [None, dim] or not check.is_length(value(several[1]).shape[dim]):
+        return False
+    window, whole = check.window(value(node).shape[dim]), check.windows.get(several[0])
+    return window is None or whole is not None and value(whole).shape[dim] == window.size
 
 
 @_rule(aten.slice.Tensor)
