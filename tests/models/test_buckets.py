@@ -121,6 +121,38 @@ def test_prompts_behind_a_full_window_share_buckets(
 
 
 @pytest.mark.parametrize(
+    ("padding", "attention", "dtype", "config"),
+    thinned(
+        [
+            ([0, 3], "sdpa", torch.float32, MIXED_LAYERS),
+            ([0], "eager", torch.bfloat16, {"num_layers": 2}),
+            ([0, 0, 0], "sdpa", torch.bfloat16, {"num_layers": 1}),
+        ],
+        0,
+    ),
+)
+def test_prompts_that_fill_a_window_share_buckets(
+    padding: list[int],
+    attention: str,
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much of it a shorter prompt before them has filled."""
+    monkeypatch.setenv("TORCH_MPK_DUMP", str(tmp_path))
+    model = tiny_model(attention=attention, dtype=dtype, **(WINDOW | {"sliding_window": 24} | config))
+    prompting = Prompting(len(padding), padding, 100, model)
+    for held, length in ((10, 20), (7, 33), (23, 31), (5, 20), (17, 24), (8, 48), (20, 5)):
+        for cache in prompting.caches:
+            cache.reset()
+        prompting.position = 0
+        prompting.take(held, run=False)
+        prompting.take(length)
+    assert len(list(tmp_path.iterdir())) == 4  # the first length's, and buckets of 48, 32 and 16
+
+
+@pytest.mark.parametrize(
     ("batch", "attention", "dtype", "mask"),
     thinned(
         [
@@ -247,25 +279,27 @@ def test_the_kernel_of_a_bucket_is_eager_s_on_an_emulated_gpu(batch: int, is_pad
 
 
 @pytest.mark.slow
-def test_a_window_and_a_prompt_behind_it_are_eager_s_on_an_emulated_gpu() -> None:
+@pytest.mark.parametrize("fills", [(8, 8, 8), (3, 6, 7)], ids=["full", "begun"])
+def test_a_window_and_a_prompt_behind_it_are_eager_s_on_an_emulated_gpu(fills: tuple[int, ...]) -> None:
     table, weight = torch.randn(96, 128).bfloat16(), (torch.randn(128, 128) / 8).bfloat16()
 
-    def function(ids: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    def function(ids: torch.Tensor, window: torch.Tensor, fill: int) -> torch.Tensor:
         x = F.linear(F.embedding(ids, table), weight)
-        joined = torch.cat([held[:, 1:], x], 1)
+        held = window[:, 1:] if fill == 8 else window[:, :fill]
+        joined = torch.cat([held, x], 1)
         q, k = (t.unflatten(2, (2, 64)).transpose(1, 2) for t in (x, joined))
-        held.copy_(joined[:, -8:])
-        query, key = torch.arange(x.shape[1])[:, None] + 7, torch.arange(joined.shape[1])
+        window.copy_(joined[:, -8:])
+        query, key = torch.arange(x.shape[1])[:, None] + held.shape[1], torch.arange(joined.shape[1])
         return F.scaled_dot_product_attention(q, k, k, (key <= query) & (key > query - 8))
 
-    ours, held = torch.compile(function, backend=emulated), [torch.randn(2, 8, 128).bfloat16()]
-    held.append(held[0].clone())
+    ours, windows = torch.compile(function, backend=emulated), [torch.randn(2, 8, 128).bfloat16()]
+    windows.append(windows[0].clone())
     with torch.inference_mode():
-        for length in (40, 64, 3):
+        for length, fill in zip((40, 64, 3), fills):
             ids = marked(random_ids(2, length))
-            results = [run(ids, window) for run, window in zip((ours, function), held)]
+            results = [run(ids, window, fill) for run, window in zip((ours, function), windows)]
             torch.testing.assert_close(*results, rtol=0.02, atol=0.1)
-            torch.testing.assert_close(*held, rtol=0.02, atol=0.1)
+            torch.testing.assert_close(*windows, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.gpu
@@ -452,6 +486,50 @@ def test_what_mixes_positions_is_built_for_each_length(name: str, caplog: pytest
             ids = marked(random_ids(1, length))
             torch.testing.assert_close(ours(ids, weight), function(ids, weight))
     assert ("prompts cannot be padded" in caplog.text or "its sizes must satisfy" in caplog.text) == (name in MIXED)
+
+
+BEGUN = torch.randn(1, 12, 16)
+
+
+def attend_to_what_it_holds(x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    joined = torch.cat([held, x], 1)
+    mask = torch.arange(joined.shape[1]) <= torch.arange(x.shape[1])[:, None] + held.shape[1]
+    return F.scaled_dot_product_attention(heads(x), heads(joined), heads(joined), mask)
+
+
+BEHIND: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "seen": lambda x, n: attend_to_what_it_holds(x, BEGUN[:, :n]),
+    "last": lambda x, n: torch.cat([BEGUN[:, :n], x], 1)[:, -20:],
+    "weights": lambda x, n: (
+        torch.softmax(scores(x, torch.cat([BEGUN[:, :n], x], 1)), -1) @ torch.cat([BEGUN[:, :n], x], 1)
+    ),
+}
+ELSEWHERE: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "from the second on": lambda x, n: attend_to_what_it_holds(x, BEGUN[:, 1 : n + 1]),
+    "every other": lambda x, n: attend_to_what_it_holds(x, BEGUN[:, : n + 1 : 2]),
+    "at the end": lambda x, n: torch.cat([x, BEGUN[:, :n]], 1)[:, -20:],
+    "given back": lambda x, n: torch.cat([BEGUN[:, :n], x], 1),
+    "a copy": lambda x, n: attend_to_what_it_holds(x, BEGUN[:, :n] * 2),
+    "of two sizes": lambda x, n: (
+        attend_to_what_it_holds(x, BEGUN[:, :n]) + attend_to_what_it_holds(x, BEGUN.repeat(1, 2, 1)[:, :n])
+    ),
+    "twice": lambda x, n: torch.cat([BEGUN[:, :n], BEGUN[:, :n], x], 1)[:, -20:],
+}
+
+
+@pytest.mark.parametrize("name", [*BEHIND, *ELSEWHERE])
+def test_what_a_begun_window_holds_stands_in_front(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def function(ids: torch.Tensor, weight: torch.Tensor, held: int) -> Any:
+        x = F.linear(F.embedding(ids, WEIGHT), weight)
+        return x + 1, (BEHIND | ELSEWHERE)[name](x, held)
+
+    ours = torch.compile(function, backend="mpk", options={"while_building": "wait", "min_segment_nodes": 1})
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "torch_mpk"):
+        weight = torch.randn(16, 16) / 4
+        for length, held in ((20, 4), (23, 7), (33, 3), (24, 10)):
+            ids = marked(random_ids(1, length))
+            torch.testing.assert_close(ours(ids, weight, held), function(ids, weight, held))
+    assert ("prompts cannot be padded" in caplog.text) == (name in ELSEWHERE)
 
 
 def test_inputs_with_positions_may_be_neither_written_nor_returned(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,8 @@ def written_args(node: fx.Node) -> list[fx.Node]:
         in_place = [arg for operand, arg in named if operand.is_write]
         return [arg for arg in (*in_place, node.kwargs.get("out")) if isinstance(arg, fx.Node)]
     if isinstance(node.target, torch._ops.OpOverload):
+        if not node.target._schema.is_mutable:
+            return []
         written: list[fx.Node] = []
         for position, name in _written_arguments(node.target):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(name)

@@ -49,7 +49,7 @@ def lower(segment: fx.GraphModule) -> Lowered:
     for number, n in enumerate(scalars):
         symbol = n.meta["val"].node.expr
         lx.add_symbol(number, n.meta["val"], symbol, symbol in dimensions)
-    args = [_argument(lx, n, inputs) for n in placeholders]
+    args = [_argument(lx, n) for n in placeholders]
 
     results = lx.run(segment.graph, segment, args)
     output = next(n for n in segment.graph.nodes if n.op == "output").args[0]
@@ -66,10 +66,10 @@ def lower(segment: fx.GraphModule) -> Lowered:
     return Lowered(graph, tuple(inputs), tuple(scalars), tuple(outputs.specs), tuple(outputs.fresh))
 
 
-def _argument(lx: Lowerer, node: fx.Node, inputs: list[fx.Node]) -> object:
+def _argument(lx: Lowerer, node: fx.Node) -> object:
     val = node.meta["val"]
     if isinstance(val, torch.Tensor):
-        return lx.add_input(node.name, inputs.index(node), val)
+        return lx.add_input(node.name, len(lx.buffers), val)
     return lx.size(val) if isinstance(val, (int, torch.SymInt)) else val
 
 

@@ -328,6 +328,8 @@ class Lowerer:
 
     def _keep_old(self, buffer: Buffer, version: int, write: Write | None = None) -> None:
         """Copy what live values still read of the buffer before it is written for the ``version``-th time."""
+        if not buffer.is_loaded:
+            return
         for lazy in list(self._live(write)):
             self._keep(lazy, buffer, version)
 

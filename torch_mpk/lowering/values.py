@@ -67,6 +67,7 @@ class Buffer:
     issued: int = 0
     committed: int = 0
     pending: list = field(default_factory=list)
+    is_loaded: bool = False  # whether a virtual tensor has ever read it, or stood for it
     falling: int | None = None  # the version of which each row is in falling order, NaN first
 
     @property
@@ -186,11 +187,13 @@ class Lazy(Value):
 
     def realised_as(self, view: View) -> None:
         self.view, self.version = view, view.buffer.issued
+        view.buffer.is_loaded = True
         self.cost = 1
         Lazy.epoch += 1
 
     def kept_as(self, view: View) -> None:
         self.kept = view
+        view.buffer.is_loaded = True
         Lazy.epoch += 1
 
     def refs(self) -> set[Ref]:
@@ -235,6 +238,7 @@ class Load(Lazy):
 
     def __init__(self, view: View, version: int | None = None) -> None:
         self.ref = Ref(view.buffer, view.buffer.issued if version is None else version)
+        view.buffer.is_loaded = True
         super().__init__(view.dtype, view.shape, (), lambda idx, p: E.load(self.ref, view.dtype, view.address(idx), p))
 
 

@@ -60,7 +60,7 @@ def _following_positions(gm: fx.GraphModule, lowered: Lowered) -> Iterator[Index
 
 
 def _count(node: Any) -> int | torch.SymInt | None:
-    """How many positions a node numbers, from 0 on, or of a bucket the last, as ``buckets.py`` numbers them."""
+    """How many positions a node numbers, from 0 on, or of a bucket the last, as ``padding.py`` numbers them."""
     if is_call(node, aten.arange.default) and isinstance(node.args[0], int):
         return node.args[0]
     if not is_call(node, aten.where.ScalarOther) or node.args[2] >= 0:
