@@ -52,6 +52,8 @@ struct Fiber {
   uint32_t collected = 0;                // generation of its last warp_collect
   std::vector<struct Copy> copies;
   std::vector<size_t> groups;  // where each group ends in the list
+  std::vector<struct Product> products;
+  std::vector<size_t> product_groups;
 
   bool can_run() const { return !done && (generation == nullptr || *generation != left); }
 };
@@ -61,6 +63,12 @@ struct Copy {
   const void* src;
   std::vector<uint8_t> data;
   uint64_t* bar;
+};
+
+struct Product {
+  float* sums;
+  std::vector<float> before;  // what the first product in flight adds to; empty for others
+  std::function<void()> multiply;
 };
 
 struct Store {
@@ -296,6 +304,34 @@ void arrive_after_copies(uint64_t* bar) {
   for (const Copy& copy : cta->fibers[threadIdx.x].copies) std::memcpy(copy.dst, copy.data.data(), copy.data.size());
   cta->fibers[threadIdx.x].copies.clear();
   barrier_arrive(bar, 0);
+}
+
+void start_product(float* sums, int count, std::function<void()> multiply) {
+  auto& products = cta->fibers[threadIdx.x].products;
+  Product made{sums, {}, std::move(multiply)};
+  if (std::none_of(products.begin(), products.end(), [&](const Product& p) { return p.sums == sums; })) {
+    made.before.assign(sums, sums + count);
+    std::fill_n(sums, count, std::nanf(""));
+  }
+  products.push_back(std::move(made));
+}
+void commit_products() {
+  auto& fiber = cta->fibers[threadIdx.x];
+  fiber.product_groups.push_back(fiber.products.size());
+}
+void await_products(size_t groups) {
+  auto& fiber = cta->fibers[threadIdx.x];
+  while (fiber.product_groups.size() > groups) {
+    const size_t end = fiber.product_groups.front();
+    for (size_t i = 0; i < end; i++) {
+      Product& product = fiber.products[i];
+      std::copy(product.before.begin(), product.before.end(), product.sums);
+      product.multiply();
+    }
+    fiber.products.erase(fiber.products.begin(), fiber.products.begin() + static_cast<ptrdiff_t>(end));
+    fiber.product_groups.erase(fiber.product_groups.begin());
+    for (size_t& group : fiber.product_groups) group -= end;
+  }
 }
 
 void store_late(uint64_t* p, uint64_t v) { cta->stores.push_back({p, v}); }

@@ -2,7 +2,8 @@
 //
 // Included before everything else. It supplies CUDA C++'s built-ins; torch_mpk/device/ptx.cuh beside it replaces the
 // file of that name. Bulk copies land late and in random order. Until then the target holds NaN, so that code that does
-// not wait for them fails. Words for other GPUs land late and in random order, too.
+// not wait for them fails. Words for other GPUs land late and in random order, too. Products of warpgroups are made
+// when they are awaited, and their sums are NaN until then.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 
 #define __CUDA_ARCH__ EMULATED_ARCH
@@ -59,6 +61,10 @@ void copy_thread(void* dst, const void* src, uint32_t bytes);                // 
 void commit_copies();
 void await_copies(size_t groups);
 void arrive_after_copies(uint64_t* bar);
+// Products of the calling thread that `multiply` adds to `count` sums: groups of them, as `wgmma` has them.
+void start_product(float* sums, int count, std::function<void()> multiply);
+void commit_products();
+void await_products(size_t groups);
 void store_late(uint64_t* p, uint64_t v);  // for another GPU
 void land_stores();                        // all, before later stores
 bool at_fault(const void* p);  // whether the signal or result about to be stored there is lost; may be late, too

@@ -1,5 +1,7 @@
-// The emulator's version of products of warpgroups: they are complete when they begin.
+// The emulator's version of products of warpgroups: factors in shared memory are read when a product is awaited.
 #pragma once
+
+#include <array>
 
 #include "torch_mpk/device/ptx.cuh"
 
@@ -42,16 +44,24 @@ void multiply_rows(float (&d)[columns / 2], const SwizzledMatrix& a, const Swizz
       }
     }
 }
+// `multiply` adds a product to d, or with `adds` false puts it there.
+template <bool adds = true, int sums, class Multiply>
+void start(float (&d)[sums], Multiply multiply) {
+  emulator::start_product(d, sums, [&d, multiply] {
+    if (!adds) std::fill_n(d, sums, 0.0f);
+    multiply(d);
+  });
+}
 template <class T, int columns>
 void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
-  multiply_rows<columns, 16>(d, a, b, [](float (&x)[16], const SwizzledMatrix& m, int row) { read_row<T>(x, m, row); });
+  start(d, [=](float (&sums)[columns / 2]) {
+    multiply_rows<columns, 16>(sums, a, b,
+                               [](float (&x)[16], const SwizzledMatrix& m, int row) { read_row<T>(x, m, row); });
+  });
 }
-template <class T, int columns, bool adds = true>
-void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b) {
-  if (!adds) std::fill_n(d, columns / 2, 0.0f);
-  Quad as[4];  // of the lanes that have a lane's rows
-  emulator::warp_collect(&a, sizeof(a));
-  for (int i = 0; i < 4; i++) std::memcpy(&as[i], emulator::warp_value(lane_id() / 4 * 4 + i), sizeof(a));
+// `as`: of the lanes that have a lane's rows.
+template <class T, int columns>
+void multiply_warps_rows(float (&d)[columns / 2], const std::array<Quad, 4>& as, SwizzledMatrix b) {
   float y[16];
   for (int j = 0; j < columns / 8; j++)
     for (int e = 0; e < 2; e++) {
@@ -62,6 +72,13 @@ void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b
           d[4 * j + 2 * i + e] = std::fma(static_cast<float>(x), y[k], d[4 * j + 2 * i + e]);
         }
     }
+}
+template <class T, int columns, bool adds = true>
+void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b) {
+  std::array<Quad, 4> as;
+  emulator::warp_collect(&a, sizeof(a));
+  for (int i = 0; i < 4; i++) std::memcpy(&as[i], emulator::warp_value(lane_id() / 4 * 4 + i), sizeof(a));
+  start<adds>(d, [=](float (&sums)[columns / 2]) { multiply_warps_rows<T, columns>(sums, as, b); });
 }
 // 32 e4m3 numbers of a row, where 16 elements would be.
 inline void read_row_of_bytes(float (&x)[32], const SwizzledMatrix& m, int row) {
@@ -78,16 +95,19 @@ inline void read_row_of_bytes(float (&x)[32], const SwizzledMatrix& m, int row) 
 }
 template <int columns, bool adds>
 void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b) {
-  if (!adds) std::fill_n(d, columns / 2, 0.0f);
-  multiply_rows<columns, 32>(d, a, b, read_row_of_bytes);
+  start<adds>(d, [=](float (&sums)[columns / 2]) { multiply_rows<columns, 32>(sums, a, b, read_row_of_bytes); });
 }
 inline void begin_products() {}
-inline void commit_products() {}
+inline void commit_products() { emulator::commit_products(); }
 template <int groups>
-void await_products() {}
+void await_products() {
+  emulator::await_products(groups);
+}
 template <int n>
 void hold_sums(float (&)[n]) {}
 template <int n>
-void await_sums(float (&)[n]) {}
+void await_sums(float (&)[n]) {
+  await_products<0>();
+}
 
 }  // namespace mpk::ptx
