@@ -1,17 +1,13 @@
 """What capture makes of the decode steps of Hugging Face models, and of graphs written for the purpose."""
 
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import expecttest
 import pytest
 import torch
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch.fx.experimental import proxy_tensor
 
 from tests.thinned import thinned
-from torch_mpk.capture import tracing
 from torch_mpk.capture.graph import Captured, capture, source_line
 from torch_mpk.errors import UnsupportedError
 from torch_mpk.testing.tiny import Decoding, random_ids, tiny_model
@@ -316,13 +312,3 @@ def test_a_parameter_s_own_class_is_a_plain_tensor_where_it_changes_no_operation
     with torch.inference_mode():
         actual = torch.compile(model, backend="mpk", options={"fallback": "error"})(x)
         torch.testing.assert_close(actual, torch.nn.functional.linear(x, model.weight, model.bias))
-
-
-def test_tensors_are_described_by_their_example_values_alone_and_to_other_threads_as_before() -> None:
-    before, x = proxy_tensor._extract_tensor_metadata, torch.ones(2, 3)
-    traced = tracing.make_fx(lambda x: x + 1)(x)
-    assert [node.meta.get("tensor_meta") for node in traced.graph.nodes] == [None] * 3
-    assert proxy_tensor._extract_tensor_metadata is before
-    with ThreadPoolExecutor(1) as other:
-        described = other.submit(tracing._without_metadata(threading.get_ident()), x).result()
-    assert described == before(x)

@@ -8,7 +8,6 @@ on a stack of the process, though, so two traces may not overlap, nor may one an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _extract_tensor_metadata
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
@@ -44,12 +43,6 @@ class _Tracer(PythonKeyTracer):
         return self.graph
 
 
-def _without_metadata(thread: int) -> Callable[[torch.Tensor], Any]:
-    """``_extract_tensor_metadata``, but for a thread's tensors: nobody reads it beside their example values, and it
-    takes a sixteenth of a trace."""
-    return lambda tensor: None if threading.get_ident() == thread else _extract_tensor_metadata(tensor)
-
-
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., torch.fx.GraphModule]:
     """``torch.fx.experimental.proxy_tensor.make_fx``; ``options`` are its."""
     traced = proxy_tensor.make_fx(function, **options)
@@ -58,12 +51,10 @@ def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., torch
         with torch._dynamo.convert_frame.compile_lock:
             # Where make_fx takes its tracer from. Should another thread look there meanwhile, it gets an equal one.
             proxy_tensor.PythonKeyTracer = _Tracer
-            proxy_tensor._extract_tensor_metadata = _without_metadata(threading.get_ident())
             try:
                 with _use_lazy_graph_module(True):
                     return traced(*args)
             finally:
                 proxy_tensor.PythonKeyTracer = PythonKeyTracer
-                proxy_tensor._extract_tensor_metadata = _extract_tensor_metadata
 
     return trace
