@@ -93,7 +93,7 @@ def of_torchao(linear: torch.nn.Linear) -> torch.nn.Module:
 
 
 def of_torchao_dynamic(linear: torch.nn.Linear, by: str = "PerRow") -> torch.nn.Module:
-    """Whose configuration asks for a GPU: the tensor is what it makes there."""
+    """Makes the tensor that torchao's configuration makes where there is a GPU, for which it asks."""
     float8 = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor")
     settings = {"granularity": getattr(float8, by)(), "mm_config": float8.Float8MMConfig()}
     of_x = float8.QuantizeTensorToFloat8Kwargs(**settings)

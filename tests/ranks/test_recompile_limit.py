@@ -76,7 +76,7 @@ def fresh(
 
 
 def called(call: Callable[..., torch.Tensor], rows: int, *args: torch.Tensor) -> tuple[str, str, float]:
-    """What comes of it, what it warns of, and how long it takes."""
+    """Calls it. Returns what comes of it, what it warns of, and how long it takes."""
     start = time.monotonic()
     return *outcome(call, inputs(rows), *args), time.monotonic() - start
 

@@ -15,8 +15,8 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def take_compressor(module: Any) -> None:
-    """What compressed-tensors does with a model that has been loaded with its checkpoint's weights: it turns them into
-    16 bits at the first call. Calls that Dynamo traces for this backend leave them, if all of them are known here."""
+    """compressed-tensors turns the weights that a model has been loaded with into 16 bits at the first call. This has
+    calls that Dynamo traces for this backend leave them, if all linears are known here."""
     compressor = getattr(module, "ModelCompressor", None)
     if compressor is None or not hasattr(compressor, "add_decompress_hook"):
         return

@@ -26,7 +26,7 @@ class Window:
 
 
 class PositionSizes:
-    """Those of a graph over as many positions as ``symbol`` says.
+    """The sizes of a graph over as many positions as ``symbol`` says.
 
     Attributes:
         windows: those that earlier calls have begun to fill, by slices of them, which are what they hold.

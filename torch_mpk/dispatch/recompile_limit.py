@@ -65,7 +65,7 @@ def _num_compiled() -> int | None:
 
 
 def _root() -> Any:
-    """What Dynamo follows the function with, less what is called there."""
+    """Dynamo's translator of the function itself, not of those that it calls."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output.root_tx

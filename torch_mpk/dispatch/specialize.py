@@ -154,7 +154,7 @@ def _without_build(
     error: Exception,
     given_up: list[Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """What runs calls with such arguments. It is added to ``given_up`` where the error says something of others."""
+    """Returns what runs calls with such arguments. ``given_up`` gets it where others like them would fail, too."""
     if isinstance(error, RankLostError):  # what this rank ran instead would not serve the others
         raise error
     if isinstance(error, LeftError):

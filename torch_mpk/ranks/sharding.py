@@ -91,7 +91,7 @@ def group_of_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def function_of_graph(gm: fx.GraphModule) -> Function | None:
-    """What Dynamo has compiled ``gm`` of, or compiles now, as far as that is known."""
+    """The function that Dynamo has compiled ``gm`` of, or compiles now, as far as that is known."""
     marks = (node.meta.get("function") for node in gm.graph.nodes)
     return next(filter(None, marks), None) or being_compiled()
 

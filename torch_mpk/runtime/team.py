@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torch_mpk.errors import MpkError, RankLostError, UnsupportedError, first_line
-from torch_mpk.runtime.watchdog import meeting_seconds
+from torch_mpk.runtime.watchdog import finite_seconds, meeting_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LeftError(UnsupportedError):
 
 
 class Build(NamedTuple):
-    """What a rank builds where another one may not, since Dynamo compiles the function no more there.
+    """A build of a function that Dynamo may compile no more on another rank.
 
     Attributes:
         function: its name.
@@ -91,7 +91,7 @@ class Team:
 
     @property
     def limits(self) -> str:
-        """What other ranks compile no more, and may run eagerly; begins with a space."""
+        """Names the functions that other ranks compile no more, and may run eagerly; begins with a space."""
         told = ""
         with contextlib.suppress(RuntimeError):  # the store goes with a process
             for rank, member in enumerate(self.members):
@@ -198,7 +198,7 @@ class Team:
         if build is None or build.function not in _limits_of(self.members[rank]):
             return
         # One that launches has the time to end. One that has raised may launch next, and should find the others there.
-        seconds = meeting_seconds(build.watchdog) if build.runs_eagerly else (build.watchdog or 60) / 2
+        seconds = meeting_seconds(build.watchdog) if build.runs_eagerly else finite_seconds(build.watchdog) / 2
         why = (
             f"rank {rank} of group {self.name} has not come in {seconds:g} s, and has compiled {build.function} as "
             f"often as Dynamo allows{self.note}"
@@ -222,7 +222,7 @@ class Team:
         return f"torch_mpk/{self.name}/{self._num_met}/{rank}"
 
     def _said(self, rank: int, word: str = "") -> str:
-        """What is said of a rank at this meeting: ``word`` where nothing has been."""
+        """Returns what is said of a rank at this meeting, and says ``word`` where nothing has been."""
         store, key = _store(), self._key(rank)
         said = store.get(key).decode() if store.check([key]) else ""
         is_over = said == _GONE or said.startswith("left") and said != self._left

@@ -13,6 +13,11 @@ def watchdog_seconds(options: Options) -> float:
     return next(seconds for seconds in settings if seconds is not None)
 
 
+def finite_seconds(watchdog: float) -> float:
+    """A watchdog's seconds where a wait has to end: a minute in place of for ever."""
+    return watchdog or 60
+
+
 def meeting_seconds(watchdog: float) -> float:
     """How long to wait for a rank whose launch may have to end before it comes."""
-    return 3 * (watchdog or 60) + 10
+    return 3 * finite_seconds(watchdog) + 10
