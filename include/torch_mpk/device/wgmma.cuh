@@ -29,6 +29,9 @@ MPK_DEVICE SwizzledMatrix from_element(SwizzledMatrix m, int row, int column) {
   return sum;
 }
 
+// The same where 64 columns more are `bytes` further on, for multiply_transposed.
+MPK_DEVICE SwizzledMatrix in_boxes(SwizzledMatrix m, int bytes) { return m + (uint64_t(bytes / 16 - 1) << 16); }
+
 template <class T, int columns>
 MPK_DEVICE void multiply_matrices(float (&d)[columns / 2], SwizzledMatrix a, SwizzledMatrix b);
 // The same of e4m3 numbers, A[64][32] and B[columns][32]: where a row has 16 elements, it has 32 bytes. Unless `adds`,
@@ -39,6 +42,9 @@ MPK_DEVICE void multiply_bytes(float (&d)[columns / 2], SwizzledMatrix a, Swizzl
 // the product has been awaited.
 template <class T, int columns, bool adds = true>
 MPK_DEVICE void multiply_registers(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b);
+// The same with B^T in place of B: each of its 16 rows has `columns` elements, in boxes (see in_boxes).
+template <class T, int columns>
+MPK_DEVICE void multiply_transposed(float (&d)[columns / 2], const Quad& a, SwizzledMatrix b);
 
 #define MPK_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
@@ -94,15 +100,23 @@ MPK_DEVICE void multiply_registers(float (&d)[columns / 2], const Quad& a, Swizz
   MPK_MULTIPLY(T, type, 256, 128, 128, 129)
 MPK_MULTIPLY_ALL(__nv_bfloat16, "bf16")
 MPK_MULTIPLY_ALL(__half, "f16")
-#define MPK_MULTIPLY_REGISTERS(T, type, columns, sums, a0, a1, a2, a3, b, adds)                             \
-  template <>                                                                                               \
-  MPK_DEVICE void multiply_registers<T, columns, adds>(float (&d)[sums], const Quad& x, SwizzledMatrix y) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MPK_##sums      \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", " #adds ", 1, 1, 0;"                \
-                 : MPK_OF_##sums(d, 0)                                                                      \
-                 : "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]), "l"(y)                               \
-                 : "memory");                                                                               \
+#define MPK_MULTIPLY_REGISTERS_AS(name, type, columns, sums, a0, a1, a2, a3, b, adds, transposes)          \
+  template <>                                                                                              \
+  MPK_DEVICE void name(float (&d)[sums], const Quad& x, SwizzledMatrix y) {                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MPK_##sums     \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", " #adds ", 1, 1, " #transposes ";" \
+                 : MPK_OF_##sums(d, 0)                                                                     \
+                 : "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]), "l"(y)                              \
+                 : "memory");                                                                              \
   }
+#define MPK_NAME(...) __VA_ARGS__
+#define MPK_MULTIPLY_REGISTERS(T, type, columns, sums, a0, a1, a2, a3, b, adds)                                     \
+  MPK_MULTIPLY_REGISTERS_AS(MPK_NAME(multiply_registers<T, columns, adds>), type, columns, sums, a0, a1, a2, a3, b, \
+                            adds, 0)
+#define MPK_MULTIPLY_TRANSPOSED(T, type, columns, sums, a0, a1, a2, a3, b) \
+  MPK_MULTIPLY_REGISTERS_AS(MPK_NAME(multiply_transposed<T, columns>), type, columns, sums, a0, a1, a2, a3, b, 1, 1)
+MPK_MULTIPLY_TRANSPOSED(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68)
+MPK_MULTIPLY_TRANSPOSED(__half, "f16", 128, 64, 64, 65, 66, 67, 68)
 #define MPK_MULTIPLY_REGISTERS_ALL(T, type, adds)                     \
   MPK_MULTIPLY_REGISTERS(T, type, 16, 8, 8, 9, 10, 11, 12, adds)      \
   MPK_MULTIPLY_REGISTERS(T, type, 24, 12, 12, 13, 14, 15, 16, adds)   \
@@ -119,8 +133,11 @@ MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16", 0)
 MPK_MULTIPLY_REGISTERS_ALL(__nv_bfloat16, "bf16", 1)
 MPK_MULTIPLY_REGISTERS_ALL(__half, "f16", 0)
 MPK_MULTIPLY_REGISTERS_ALL(__half, "f16", 1)
+#undef MPK_MULTIPLY_TRANSPOSED
 #undef MPK_MULTIPLY_REGISTERS_ALL
 #undef MPK_MULTIPLY_REGISTERS
+#undef MPK_NAME
+#undef MPK_MULTIPLY_REGISTERS_AS
 #define MPK_MULTIPLY_BYTES(columns, sums, a, b, adds)                                                               \
   template <>                                                                                                       \
   MPK_DEVICE void multiply_bytes<columns, adds>(float (&d)[sums], SwizzledMatrix x, SwizzledMatrix y) {             \

@@ -111,7 +111,7 @@ struct Unit {
     const uint32_t least = limit(first / V::kHeads);
     return V::kWindow > 0 && least > V::kWindow ? (least - V::kWindow) / V::kKeys : 0;
   }
-  MPK_DEVICE uint32_t end_tile() const { return (end() + V::kKeys - 1) / V::kKeys; }
+  MPK_DEVICE uint32_t end_tile() const { return prefill::tiles_to<V>(end()); }
 
  private:
   MPK_DEVICE uint32_t limit(uint32_t s) const { return is_padding ? 0 : cached + s + 1; }
@@ -187,7 +187,7 @@ MPK_DEVICE void compute(C& c, const Job& job) {
     const uint32_t number = dealt(turn, worker, C::Config::kNumWorkers);
     if (number >= Shape<V>::kUnits) continue;
     const Unit<V> unit(job, number, c.lane);
-    if (!unit.exists() || !prefill::attend<V>(c, job, unit, unit.first_tile(), unit.end_tile())) return;
+    if (!unit.exists() || !prefill::attend<V>(c, job, unit, unit.first_tile(), unit.end())) return;
   }
 }
 
