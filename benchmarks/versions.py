@@ -68,7 +68,6 @@ def turn(graph: torch.cuda.CUDAGraph, cache: StaticCache, position: int, count: 
 def measure(case: dict[str, Any]) -> dict[str, list[float]]:
     """ms of each replay of each case of a model."""
     from torch_mpk.testing.models import CONFIGS, random_model
-    from torch_mpk.testing.quantized import quantize_linears
 
     config = CONFIGS[case["model"]]()
     if case["layers"]:
@@ -80,6 +79,8 @@ def measure(case: dict[str, Any]) -> dict[str, list[float]]:
     with alone():
         model = random_model(config, "cuda")
         if case["weights"] != "bf16":
+            from torch_mpk.testing.quantized import quantize_linears  # which older versions lack
+
             quantize_linears(model, case["weights"])
         torch.cuda.empty_cache()  # of what it was made of: others need the memory
     sizes = [(f"{batch} rows", batch, POSITION) for batch in case["batch"]]
