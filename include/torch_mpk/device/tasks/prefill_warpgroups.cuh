@@ -1,7 +1,8 @@
 // Rows of queries in prefill_attention that the four warps of a warpgroup multiply together.
 //
 // Products are asynchronous. Those of a part's keys are started before those of the values of the part before, so that
-// tensor cores add values while the warps make the next exponentials. The other warpgroup fills what is left.
+// tensor cores could add values while the warps make the next exponentials. ptxas waits before them, as yet, and what
+// fills the time are products of the other warpgroup.
 #pragma once
 
 #include "torch_mpk/device/tasks/prefill_rows.cuh"
