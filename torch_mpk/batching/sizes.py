@@ -18,11 +18,11 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mpk.backend.build import compile_graph
 from torch_mpk.builds import timing
 from torch_mpk.capture.aliasing import evaluate, is_scalar
+from torch_mpk.capture.fake_mode import repeated_fakes
 from torch_mpk.capture.graph import (
     Captured,
     Conditions,
@@ -62,7 +62,7 @@ def specialised(captured: Captured, args: Sequence[Any]) -> Captured:
     graph = fx.Graph(owning_module=gm)
     made: dict[fx.Node, Any] = {}  # nodes, and what is a number now
     inputs: list[GraphInput] = []
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = repeated_fakes(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     placeholders = gm.graph.find_nodes(op="placeholder")
     with tracing(None), mode, torch.no_grad(), enable_python_dispatcher():
         for node, given in zip(placeholders, captured.inputs, strict=True):

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from torch_mpk.capture.aliasing import written_storages
+from torch_mpk.capture.fake_mode import repeated_fakes
 from torch_mpk.capture.foreign import NUMBERS, Foreign, foreign_calls, is_foreign, stand_in
 from torch_mpk.capture.tracing import copied, graph_module, make_fx
 from torch_mpk.errors import UnsupportedError, first_line
@@ -251,7 +252,7 @@ class _Fakes:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # with sympy, which importing should not need
 
         self.shape_env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.mode = repeated_fakes(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self._specialize = specialize
         self._symbols: dict[sympy.Symbol, sympy.Symbol | sympy.Integer] = {}
 

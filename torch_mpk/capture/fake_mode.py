@@ -1,0 +1,129 @@
+"""PyTorch's mode of fake tensors, made quick for graphs whose layers repeat each other.
+
+A capture runs thousands of operators on fake tensors, and most of them are like one before: the same operator, and
+tensors of the same metadata. PyTorch keeps results of such calls itself, but to find one takes 100 µs and more, and it
+keeps none of operators that it decomposes in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_VALUES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _Result(NamedTuple):
+    """What a call gave: a tensor of its own, or a view of one of its arguments."""
+
+    shape: Any
+    stride: Any
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    viewed: int | None  # the argument's number among the call's tensors
+
+
+class _NotKept(Exception):
+    """The call has an argument by whose description its result is not known."""
+
+
+def repeated_fakes(**options: Any) -> FakeTensorMode:
+    """A ``FakeTensorMode`` that gives a call the like of what an equal call gave before, in memory of its own."""
+    mode = FakeTensorMode(**options)  # not a class of its own: PyTorch asks for this one
+    mode.dispatch = _Repeats(mode).dispatch  # type: ignore[method-assign]
+    return mode
+
+
+class _Repeats:
+    """What the calls in a mode gave."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode, self._dispatch = mode, mode.dispatch
+        self._results: dict[Any, _Result | int] = {}  # int: the argument itself, by its number among the tensors
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _may_repeat(func):
+            return self._dispatch(func, types, args, kwargs)
+        tensors: list[FakeTensor] = []
+        try:
+            key = func, self._described((*args, *kwargs.values()), tensors), tuple(kwargs)
+        except _NotKept:
+            return self._dispatch(func, types, args, kwargs)
+        known = self._results.get(key)
+        if known is not None:
+            return tensors[known] if isinstance(known, int) else self._like(known, tensors)
+        result = self._dispatch(func, types, args, kwargs)
+        same = [i for i, tensor in enumerate(tensors) if tensor is result]
+        if len(same) == 1:
+            self._results[key] = same[0]
+        elif not same and isinstance(result, FakeTensor) and _is_plain(result):
+            storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+            own = result.untyped_storage()._cdata
+            viewed = storages.index(own) if own in storages else None
+            layout = result.size(), result.stride(), result.storage_offset()
+            # Not where two arguments share the memory that is viewed, nor where a copy has an offset, as few have.
+            if storages.count(own) == 1 or (viewed is None and result.storage_offset() == 0):
+                self._results[key] = _Result(*layout, result.dtype, result.fake_device, viewed)
+        return result
+
+    def _described(self, values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
+        """What says what the result is like; the tensors among the arguments are added to ``tensors``."""
+        return (*[self._describe(value, tensors) for value in values],)
+
+    def _describe(self, value: Any, tensors: list[FakeTensor]) -> Any:
+        if isinstance(value, FakeTensor):
+            if value.fake_mode is not self._mode or value.constant is not None or value._has_symbolic_sizes_strides:
+                raise _NotKept
+            tensors.append(value)
+            kind = torch._C._dispatch_keys(value).raw_repr()  # conjugated, sparse, of a gradient
+            layout = value.size(), value.stride(), value.storage_offset()
+            return kind, value.dtype, value.fake_device, *layout
+        if isinstance(value, (list, tuple)):
+            return type(value), self._described(value, tensors)
+        if isinstance(value, _VALUES):
+            return type(value), value
+        raise _NotKept
+
+    def _like(self, known: _Result, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        # On the device "meta" by PyTorch's own code: not by this mode, and not by what stands for it in Python. A view
+        # is an inference tensor where its base is one.
+        guards = [torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher()]
+        try:
+            viewed = None if known.viewed is None else tensors[known.viewed]
+            if viewed is not None:
+                guards.append(torch._C._InferenceMode(viewed.is_inference()))
+            meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+            if viewed is not None:
+                meta.set_(viewed.untyped_storage(), known.offset, known.shape, known.stride)
+        finally:
+            while guards:
+                guards.pop()
+        return FakeTensor(self._mode, meta, known.device)
+
+
+@functools.cache
+def _may_repeat(func: Any) -> bool:
+    """Whether an operator gives a tensor whose metadata follows from its arguments', and writes nothing."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or _TAGS & set(func.tags):
+        return False
+    returns = func._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    return tensor.layout is torch.strided and not (
+        tensor.requires_grad
+        or tensor.constant is not None
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._has_symbolic_sizes_strides
+    )
