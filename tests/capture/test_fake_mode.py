@@ -36,7 +36,7 @@ def described(given: Any, inputs: Sequence[FakeTensor]) -> list[Any]:
 
 
 def results(mode: FakeTensorMode, call: Call, times: int) -> list[list[Any]]:
-    """Of the call in the mode, so many times; an error's type where there is one."""
+    """Calls so many times in the mode, and describes the results, or gives the type of an error."""
     fake, every = functools.partial(mode.from_tensor, static_shapes=True), []
     for _ in range(times):
         args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (call.args, call.kwargs))

@@ -12,18 +12,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 _VALUES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
-_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_UNKNOWN_RESULTS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Result(NamedTuple):
-    """What a call gave: a tensor of its own, or a view of one of its arguments."""
+    """The result of a call: a tensor of its own, or a view of one of its arguments."""
 
-    shape: Any
-    stride: Any
-    offset: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
     device: torch.device
     viewed: int | None  # the argument's number among the call's tensors
@@ -41,7 +43,7 @@ def repeated_fakes(**options: Any) -> FakeTensorMode:
 
 
 class _Repeats:
-    """What the calls in a mode gave."""
+    """The results of the calls in a mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode, self._dispatch = mode, mode.dispatch
@@ -65,18 +67,19 @@ class _Repeats:
         same = [i for i, tensor in enumerate(tensors) if tensor is result]
         if len(same) == 1:
             self._results[key] = same[0]
-        elif not same and isinstance(result, FakeTensor) and _is_plain(result):
+        elif not same and isinstance(result, FakeTensor) and _is_described(result):
             storages = [tensor.untyped_storage()._cdata for tensor in tensors]
             own = result.untyped_storage()._cdata
             viewed = storages.index(own) if own in storages else None
-            layout = result.size(), result.stride(), result.storage_offset()
+            offset = int(result.storage_offset())
             # Not where two arguments share the memory that is viewed, nor where a copy has an offset, as few have.
-            if storages.count(own) == 1 or (viewed is None and result.storage_offset() == 0):
-                self._results[key] = _Result(*layout, result.dtype, result.fake_device, viewed)
+            if storages.count(own) == 1 or (viewed is None and offset == 0):
+                described = result.size(), result.stride(), offset, result.dtype, result.fake_device
+                self._results[key] = _Result(*described, viewed)
         return result
 
     def _described(self, values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
-        """What says what the result is like; the tensors among the arguments are added to ``tensors``."""
+        """Describes arguments as far as a result depends on them, and adds the tensors among them to ``tensors``."""
         return (*[self._describe(value, tensors) for value in values],)
 
     def _describe(self, value: Any, tensors: list[FakeTensor]) -> Any:
@@ -94,32 +97,28 @@ class _Repeats:
         raise _NotKept
 
     def _like(self, known: _Result, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        # On the device "meta" by PyTorch's own code: not by this mode, and not by what stands for it in Python. A view
-        # is an inference tensor where its base is one.
-        guards = [torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher()]
-        try:
-            viewed = None if known.viewed is None else tensors[known.viewed]
-            if viewed is not None:
-                guards.append(torch._C._InferenceMode(viewed.is_inference()))
+        viewed = None if known.viewed is None else tensors[known.viewed]
+        # A view is an inference tensor where its base is one.
+        is_inference = torch.is_inference_mode_enabled() if viewed is None else viewed.is_inference()
+        # PyTorch's own code makes it on the device "meta": neither this mode nor what stands for that code in Python.
+        with no_dispatch(), no_python_dispatcher(), torch.inference_mode(is_inference):
             meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
             if viewed is not None:
                 meta.set_(viewed.untyped_storage(), known.offset, known.shape, known.stride)
-        finally:
-            while guards:
-                guards.pop()
         return FakeTensor(self._mode, meta, known.device)
 
 
 @functools.cache
 def _may_repeat(func: Any) -> bool:
     """Whether an operator gives a tensor whose metadata follows from its arguments', and writes nothing."""
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or _TAGS & set(func.tags):
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or _UNKNOWN_RESULTS & set(func.tags):
         return False
     returns = func._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
 
 
-def _is_plain(tensor: FakeTensor) -> bool:
+def _is_described(tensor: FakeTensor) -> bool:
+    """Whether a ``_Result`` says all that a fake tensor is."""
     return tensor.layout is torch.strided and not (
         tensor.requires_grad
         or tensor.constant is not None

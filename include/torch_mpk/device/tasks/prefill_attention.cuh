@@ -4,7 +4,7 @@
 // worker takes V::kRows rows at a time, and each of its warps takes 16 of them from the first key to the last. Queries,
 // running maxima and sums, and results stay in registers. The loader copies tiles of keys and values as boxes, both of
 // a tile in one ring entry, and every consumer warp reads every entry. Sums follow the order of positions, so a row's
-// bits depend on its query and on what it sees alone.
+// bits depend on its query and on what it sees alone. With heads of 128 a warpgroup's four warps multiply together.
 //
 // Where a worker has fewer rows than its warps multiply, warps share the keys: of N warps with the same rows, each
 // takes every Nth tile, and the first merges their results.

@@ -1,4 +1,4 @@
-// What prefill_attention's variants declare, and what follows from it: tiles of keys and values in shared memory.
+// The declarations of prefill_attention's variants, and the tiles of keys and values in shared memory that follow.
 #pragma once
 
 #include "torch_mpk/device/concepts.cuh"
@@ -14,7 +14,7 @@ struct Keys {
   int row, column;
 };
 
-// What a variant declares of tiles of queries and keys.
+// A variant declares tiles of queries and keys.
 template <class V>
 concept Tiles = attention::Scores<V> && requires {
   typename V::T;
@@ -26,7 +26,7 @@ concept Tiles = attention::Scores<V> && requires {
   requires Constants<bool, V::kAlignedQ, V::kAlignedY>;
 } && (!V::kHasSinks || attention::HasSinks<V>);
 
-// What it declares of one job.
+// It declares the sizes of one job.
 template <class V>
 concept Sizes = Tiles<V> && requires {
   requires Constants<int, V::kBatch, V::kPositions, V::kLength>;
