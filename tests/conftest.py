@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,19 +50,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=gpu)
 
 
+_declared: defaultdict[str, set[registry.Task]] = defaultdict(set)  # while tests of a module ran
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _own_tasks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests see no tasks that those of other modules have declared."""
+    """Tests see no tasks that those of other modules have declared.
+
+    A module may begin more than once in a process: tests that are taken from another worker need not follow each other.
+    """
     module = request.module.__name__
     folder = module.rpartition(".")[0]
+    before = registry.tasks()
 
     def is_own(task: registry.Task) -> bool:
         home, _, name = task.__module__.rpartition(".")
-        return task.is_ours or task.__module__ == module or home.startswith(folder) and not name.startswith("test_")
+        is_shared = home.startswith(folder) and not name.startswith("test_")
+        return task.is_ours or task.__module__ == module or is_shared or task in _declared[module]
 
-    with registry.hidden([task.name for task in registry.tasks() if not is_own(task)]):
+    with registry.hidden([task.name for task in before if not is_own(task)]):
         declare_patterns()
         yield
+    _declared[module] |= {*registry.tasks()} - {*before}
 
 
 @pytest.fixture(autouse=True)
