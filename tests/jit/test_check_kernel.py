@@ -181,11 +181,11 @@ def test_memory_around_tensors_of_a_gpu_is_looked_at() -> None:
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Iterator[Path]:
     """The files of ``new-kernel``."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    path = tmp_path / "fresh_for_test.py"
-    main(["new-kernel", "fresh_for_test", "--dir", str(tmp_path)])
+    path = tmp_path / "fresh_kernel.py"
+    main(["new-kernel", "fresh_kernel", "--dir", str(tmp_path)])
     assert capsys.readouterr().out.endswith(f"; check them with: python -m torch_mpk check-kernel {path}\n")
     yield path
-    sys.modules.pop("fresh_for_test", None)
+    sys.modules.pop("fresh_kernel", None)
 
 
 def test_a_new_kernel_is_timed(written: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +197,12 @@ def test_a_new_kernel_is_timed(written: Path, capsys: pytest.CaptureFixture, mon
     assert header == bench.header()
     times = r" *\d+\.\d+ +\d+\.\d+ \(\d+\.\d\dx\) +\d+\.\d+ \(\d+\.\d\dx\) +"
     assert [re.sub(times, "", line) for line in lines] == [
-        "fresh_for_test, float32, sample 0 {'R': 1, 'H': 96}",
-        "fresh_for_test, float32, sample 1 {'R': 5, 'H': 1030, 'weight': None, 'eps': 0.01}",
+        "fresh_kernel, float32, sample 0 {'R': 1, 'H': 96}",
+        "fresh_kernel, float32, sample 1 {'R': 5, 'H': 1030, 'weight': None, 'eps': 0.01}",
     ]
     source = written.with_suffix(".cpp")
     source.write_text(source.read_text().replace("most + eps", "most"))
-    match = r"^failed:\n.*fresh_for_test.py: kernel fresh_for_test, float32, sample 1 .*y: "
+    match = r"^failed:\n.*fresh_kernel.py: kernel fresh_kernel, float32, sample 1 .*y: "
     with pytest.raises(SystemExit, match=match):
         main(command)
 
@@ -211,20 +211,20 @@ def test_a_new_kernel_is_timed(written: Path, capsys: pytest.CaptureFixture, mon
 def test_a_new_kernel_passes_its_check_and_its_test(written: Path, capsys: pytest.CaptureFixture) -> None:
     main(["check-kernel", str(written), "--dtype", "float16", "--arch", "90"])
     lines = capsys.readouterr().out.splitlines()
-    assert "fresh_for_test: C++ on the CPU, float16: 12 samples pass" in lines
-    compiled = r"fresh_for_test: compiled for sm_90, float16: \d+ registers, nothing spilled"
+    assert "fresh_kernel: C++ on the CPU, float16: 12 samples pass" in lines
+    compiled = r"fresh_kernel: compiled for sm_90, float16: \d+ registers, nothing spilled"
     assert any(re.fullmatch(compiled, line) for line in lines)
     assert lines[-1] == "1 kernels pass"
-    tests = runpy.run_path(str(written.with_name("test_fresh_for_test.py")))
+    tests = runpy.run_path(str(written.with_name("test_fresh_kernel.py")))
     tests["test_it_computes_what_its_reference_does"](torch.float16, "cpu")
 
 
 def test_files_that_are_there_or_declare_none(written: Path, tmp_path: Path) -> None:
-    (tmp_path / "none_for_test.py").write_text("from fresh_for_test import fresh_for_test\n")
+    (tmp_path / "none_for_test.py").write_text("from fresh_kernel import fresh_kernel\n")
     for command, match in [
         (
-            ["new-kernel", "fresh_for_test", "--dir", str(tmp_path)],
-            "NAME: expected one that is not taken, got .*_test.py",
+            ["new-kernel", "fresh_kernel", "--dir", str(tmp_path)],
+            "NAME: expected one that is not taken, got .*fresh_kernel.py",
         ),
         (["new-kernel", "double"], "NAME: expected a name that C\\+\\+ has for nothing else, got double"),
         (["check-kernel", str(tmp_path / "none_for_test.py")], "none_for_test.py: it declares no kernels, expected"),
