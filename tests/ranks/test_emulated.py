@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 @pytest.mark.slow
 def test_a_profiled_kernel_notes_how_long_it_waits_for_each_rank() -> None:
     """Rank 2 comes when rank 0 has pushed its first part; the emulator's clocks run at 2 cycles a nanosecond."""
-    inputs, workers, late = inputs_of(3, 1, torch.float32), 2, 0.05
+    inputs, workers, late = inputs_of(3, 1, torch.float32), 2, 0.5
     team = Ranks(graph_of(inputs[0], 3), inputs, polled=True, workers=workers, profiled=True)
     first = threading.Thread(target=team.launch, kwargs={"skipped": [2]})
     first.start()
@@ -177,6 +177,7 @@ def test_a_profiled_kernel_notes_how_long_it_waits_for_each_rank() -> None:
     assert program.stamps_offset and not waits.view(8, -1)[1:].any()
     exchanges = torch.tensor([name.startswith(("all_reduce", "all_gather")) for name in names])
     assert (cycles[:, 0] == 0).all() and (cycles[~exchanges] == 0).all()
-    assert (cycles[exchanges][:, 1:] > 0).all() and cycles[:, 2].sum() > late * 1e9
+    assert (cycles[exchanges][:, 1:] > 0).all()
+    assert cycles[:, 2].sum() > late * 1e8  # a twentieth of it: on a busy machine a thread may come late to wait
     want = wanted(team.inputs)
     assert all(relative_error(out, exact) < 1e-5 for out, exact in zip(team.outputs[0], want, strict=True))
