@@ -15,6 +15,7 @@ from torch_mpk import registry
 from torch_mpk.backend import pipeline
 from torch_mpk.builds import timing
 from torch_mpk.builds.dry_run import will_write
+from torch_mpk.builds.garbage import few_collections
 from torch_mpk.capture.graph import Captured, capture, input_sources
 from torch_mpk.config import Options
 from torch_mpk.dispatch import build_cache
@@ -106,7 +107,10 @@ class _Request:
         with timing.stage("look-up"):
             key = None if self.needs_graph else build_key(self.gm, self.inputs, self.device, self.built_with)
             stored = build_cache.get(key) if key else None
-        return self._made(key) if stored is None else self._loaded(stored)
+        if stored is not None:
+            return self._loaded(stored)
+        with few_collections():
+            return self._made(key)
 
     def _loaded(self, stored: Stored) -> Built:
         memory = self._memory(input_sources(self.gm), self.inputs, stored.mutated)

@@ -8,11 +8,9 @@ whose graph has then nothing random.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
-import gc
 import inspect
 import itertools
 import logging
@@ -22,7 +20,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ from torch_mpk.batching.compiled_step import Step, without_marks
 from torch_mpk.batching.request_draws import RequestDraws
 from torch_mpk.batching.step_builder import StepBuilder
 from torch_mpk.batching.step_inputs import prepare_faster
+from torch_mpk.builds.garbage import few_collections, garbage_stays
 from torch_mpk.capture.substitutes import keep_weights
 from torch_mpk.errors import EngineError, MpkError, RequestError
 from torch_mpk.generation.sampling import first_to_ring
@@ -81,41 +80,6 @@ def raise_recompile_limit() -> None:
     settings: Any = torch._dynamo.config
     if settings.recompile_limit < MAX_BUILDS:
         settings.recompile_limit = MAX_BUILDS
-
-
-_one_capture = threading.RLock()
-
-
-@contextlib.contextmanager
-def garbage_stays() -> Iterator[None]:
-    """Nothing that is there before is collected inside, by whoever asks for it.
-
-    An earlier engine is in a cycle with its memory pool. A pool that is freed empties the allocator's cache, and while
-    another pool is in use, or a graph captured, that fails in a destructor, which ends the process (see
-    pytorch/pytorch#180395). It is not enough to turn automatic collection off: Dynamo asks for one behind each compile,
-    and so does ``stop`` of an engine in another thread. What is frozen all of them pass over. Unfreezing is the whole
-    process's, hence one thread at a time; what others had frozen is not any more, which costs them time alone.
-    """
-    with _one_capture:
-        gc.collect()
-        gc.freeze()
-        try:
-            yield
-        finally:
-            gc.unfreeze()
-
-
-@contextlib.contextmanager
-def garbage_waits() -> Iterator[None]:
-    """It is looked for behind each of Dynamo's compiles alone: among all that a trace makes that takes a tenth of the
-    time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _reason(error: TorchDynamoException) -> Exception:
@@ -321,7 +285,7 @@ class Runner(continuous_api.ModelRunner):
         if any(step.is_meanwhile for step in self.steps):
             self._ask_for_all(model)
             return
-        with garbage_waits():
+        with few_collections():
             if torch.device(self.cache.device).type in COMPILED:
                 with compiling_ahead():
                     self._warm_up(model)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch_mpk.builds import background
 from torch_mpk.builds.background import Job
+from torch_mpk.builds.garbage import few_collections
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class StepBuilder:
 
     def _build(self, order: _Order) -> None:
         try:
-            with _short_turns(), compiling_ahead(waits=False) as segments:
+            with _short_turns(), few_collections(), compiling_ahead(waits=False) as segments:
                 order.build()
         except Exception as error:
             self._finish(order, error)
