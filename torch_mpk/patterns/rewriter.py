@@ -147,7 +147,6 @@ class Rewriter:
         self.checked_indices = [node.args[2] for node in graph.nodes if is_call(node, aten.index_copy_.default)]
         self.misses: list[Miss] = []
         self._examples: dict[Hashable, torch.Tensor] = {}
-        self._views: dict[tuple[int, tuple[Any, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
         self.limits: dict[tuple[Any, ...], fx.Node] = {}  # attention limits made so far, by what they were made from
 
     def begin(self, anchor: fx.Node) -> None:
@@ -240,8 +239,6 @@ class Rewriter:
         """The example value of a call. Layers repeat each other, and a reference is long: a task that was called with
         the like before gives the like of what it gave then, in memory of its own."""
         values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-        if target is aten.reshape.default:
-            return self._reshaped(values[0], args)
         if not isinstance(target, registry.Task) or not all(t is None or _is_static(t) for t in values):
             return evaluate(target, args, kwargs)
         described = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in values)
@@ -254,16 +251,6 @@ class Rewriter:
             given = {t.untyped_storage()._cdata for t in values if t is not None}
             if example.untyped_storage()._cdata not in given:
                 self._examples[key] = example
-        return example
-
-    def _reshaped(self, source: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-        """The example value of a reshape. Layers look at the same tensors in the same way: views of one are one."""
-        key = id(source), tuple(args[1])
-        if key in self._views:
-            return self._views[key][1]
-        example = evaluate(aten.reshape.default, args, {})
-        if example.untyped_storage()._cdata == source.untyped_storage()._cdata:
-            self._views[key] = source, example  # an id is a tensor's for as long as it is there
         return example
 
     def task(self, name: str, *operands: fx.Node | None, **attrs: Any) -> fx.Node:
