@@ -1,6 +1,6 @@
-"""Kernels that are compiled outside the core against its headers, one of ``linear`` and one of runs of two linears, are
-chosen, proven, emulated and right. No file of the core knows them or their fields. Each has a process of its own, since
-a kernel stays once it is loaded."""
+"""Kernels that are compiled outside the core against its headers are chosen, proven, emulated and right: one of
+``linear``, one of runs of two linears, and one that streams rows which the launch lists. No file of the core knows
+them, their fields or the last one's task. Each has a process of its own, since a kernel stays once it is loaded."""
 
 from __future__ import annotations
 
@@ -40,3 +40,8 @@ def test_a_kernel_of_linear_is_chosen_proven_emulated_and_right(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_kernel_of_runs_is_chosen_proven_emulated_and_right(tmp_path: Path) -> None:
     run("run_pair", compile_kernel(tmp_path, "pair"))
+
+
+@pytest.mark.slow
+def test_a_kernel_streams_rows_that_the_launch_lists(tmp_path: Path) -> None:
+    run("run_listed", compile_kernel(tmp_path, "listed"))
