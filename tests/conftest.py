@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from torch_mpk import registry
+from torch_mpk.dispatch import build_cache
 from torch_mpk.patterns import declare_patterns
 
 settings.register_profile("here", derandomize=True, deadline=None)
@@ -25,6 +26,7 @@ torch.backends.cudnn.allow_tf32 = False  # eager's convolutions on a GPU are wha
 os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, and tests are to see several
 # Traces and graphs are many objects and few of them garbage, for which the default looks a sixth of the time.
 gc.set_threshold(50_000, 20, 100)
+build_cache.WORTH_SECONDS = float("inf")  # tests see builds, and not what one before them has left on the disk
 # What a shell runs in the background ignores interrupts, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -7,12 +7,13 @@ import resource
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.runtime_cuda import simulated_gpu
-from torch_mpk import precompile, registry
+from torch_mpk import _C, precompile, registry
 from torch_mpk.backend.calls import compile_call
 from torch_mpk.builds import timing
 from torch_mpk.config import Options
@@ -133,7 +134,7 @@ def test_a_build_that_cannot_be_read_is_made_again(simulated, tmp_path):
         with cache.workspace() as folder:
             (folder / "plan.json").write_text(text)
             cache.put(key, folder, {})
-        assert build_cache.get(key) is None
+        assert build_cache.get(key, _C.Target("cpu")) is None
 
 
 def traced(function, *inputs):
@@ -231,15 +232,11 @@ def test_a_full_disk_costs_the_build_but_not_the_call(monkeypatch, tmp_path, cap
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
         with caplog.at_level("INFO", "torch_mpk"):
-            build_cache.put("key", None)
+            build_cache.put("key", SimpleNamespace(plan=SimpleNamespace(kernel="a kernel")), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"the build is not kept: cannot write 1000 bytes to the kernel cache {tmp_path}" in caplog.text
-    assert build_cache.get("key") is None
-
-
-def test_the_cpu_keeps_nothing():
-    assert build_key(*traced(linear, X, W), CPU, Options()) is None
+    assert build_cache.get("key", _C.Target("cpu")) is None
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_mpk import registry
+from torch_mpk import _C, registry
 from torch_mpk.backend import pipeline
 from torch_mpk.builds import timing
 from torch_mpk.builds.dry_run import will_write
@@ -102,11 +102,15 @@ class _Request:
         """The options without those that are matters of calls."""
         return dataclasses.replace(self.options, freeze=False, while_building=None)
 
+    @functools.cached_property
+    def _target(self) -> _C.Target:
+        return backend_of(self.device).target(self.device, self.built_with)
+
     def built(self) -> Built | Callable[..., Any]:
         """A build, or what runs a prompt that is still to be built."""
         with timing.stage("look-up"):
             key = None if self.needs_graph else build_key(self.gm, self.inputs, self.device, self.built_with)
-            stored = build_cache.get(key) if key else None
+            stored = build_cache.get(key, self._target) if key else None
         if stored is not None:
             return self._loaded(stored)
         with few_collections():
@@ -120,7 +124,7 @@ class _Request:
     def _made(self, key: str | None) -> Built | Callable[..., Any]:
         """``key``: under which later processes find it; None where they may not."""
         captured = self._captured()
-        check_graph(captured, self.options.max_positions, backend_of(self.device).target(self.device, self.options))
+        check_graph(captured, self.options.max_positions, self._target)
         sources = [graph_input.source for graph_input in captured.inputs]
         values = [0 if graph_input.is_foreign else graph_input.value for graph_input in captured.inputs]
         memory = self._memory(sources, values, captured.mutated)
@@ -131,7 +135,7 @@ class _Request:
         make = functools.partial(pipeline.build, captured, self.device, self.built_with)
         compiled = _shared(shared, make, self.needs_graph)
         if key and compiled.plan is not None:
-            build_cache.put(key, Stored(compiled.plan, graph, captured.mutated))
+            build_cache.put(key, Stored(compiled.plan, graph, captured.mutated), sum(compiled.seconds.values()))
         return Built(compiled, captured.mutated, memory)
 
     def _is_built_later(self, captured: Captured) -> bool:

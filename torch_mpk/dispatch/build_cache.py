@@ -3,8 +3,9 @@
 A build is found by a hash of all that decides it: Dynamo's code and what it says of each input, options, the target,
 PyTorch's version and the content of torch_mpk itself. What headers hold is none of that: it counts when the build's
 source is compiled or found compiled. A build is JSON, source and bytes beside the compiled kernels, checked like them
-by hash. What does not fit that form is not kept: graphs with sizes or several segments, the CPU's programs, and
-whatever user code had a part in.
+by hash; of a CPU's program it is JSON alone, the task graph, from which the same schedule is made again. What does not
+fit that form is not kept: graphs with sizes or several segments, and whatever user code had a part in. Nor are programs
+of the CPU that are made in no time.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from torch_mpk.jit import Cache
 from torch_mpk.lowering.table import RULES
 from torch_mpk.patterns.table import patterns
 from torch_mpk.plan import Fresh, IndexBound, Output, Plan, pack, unpack
+from torch_mpk.planning.graph_json import pack_graph, unpack_graph
 from torch_mpk.registry import get as get_task
 from torch_mpk.registry import is_ours, tasks
 from torch_mpk.runtime.backend import backend_of
 
 logger = logging.getLogger(__name__)
 
-_PLAN = "plan.json"
+_PLAN, _GRAPH = "plan.json", "graph.json"
+WORTH_SECONDS = 0.3  # that a CPU's program takes to make, or it is not kept: writing and finding it take time, too
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,7 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
     target = backend_of(device).target(device, options)
     placeholders = gm.graph.find_nodes(op="placeholder")
     is_kept = (
-        target.device == "cuda"
-        and env.dump is None  # a hit would leave no artefacts
+        env.dump is None  # a hit would leave no artefacts
         and not number_positions(gm, inputs)
         and not any(map(is_foreign, inputs))
         and not any(_is_symbolic(node.meta.get("example_value")) for node in placeholders)
@@ -77,19 +79,21 @@ def build_key(gm: torch.fx.GraphModule, inputs: Sequence[Any], device: torch.dev
     return digest.hexdigest()
 
 
-def get(key: str) -> Stored | None:
+def get(key: str, target: _C.Target) -> Stored | None:
     entry = _cache().get(key)
     if entry is None:
         return None
     try:
-        return _unpack(entry.files)
-    except (KeyError, TypeError, ValueError) as error:
+        return _unpack(entry.files, target)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         logger.warning("build %s is of no use, and made again: %s", entry.path, error)
         return None
 
 
-def put(key: str, stored: Stored) -> None:
-    files = _pack(stored)
+def put(key: str, stored: Stored, seconds: float) -> None:
+    """``seconds``: that it took to make."""
+    is_worth = stored.plan.kernel is not None or seconds >= WORTH_SECONDS
+    files = _pack(stored) if is_worth else None
     if files is None:
         return
     cache = _cache()
@@ -144,22 +148,41 @@ def fingerprint() -> str:
 def _pack(stored: Stored) -> dict[str, bytes] | None:
     plan = stored.plan
     values = (output.value for output in plan.outputs)
-    if plan.kernel is None or any(type(value) not in (type(None), bool, int, float, str) for value in values):
+    if any(type(value) not in (type(None), bool, int, float, str) for value in values):
+        return None
+    program = _pack_schedule(plan.schedule) if plan.kernel is None else pack(plan.kernel)
+    if program is None:
         return None
     fields = {name: getattr(plan, name) for name in ("inputs", "scalars", "written", "index_bounds")}
     fields["fresh"] = [asdict(buffer) for buffer in plan.fresh]
     fields["outputs"] = [asdict(output) for output in plan.outputs]
     text = json.dumps({"graph": stored.graph, "mutated": stored.mutated, "plan": fields}, default=_dtype_name)
-    return {_PLAN: text.encode(), **pack(plan.kernel)}
+    return {_PLAN: text.encode(), **program}
 
 
-def _unpack(files: dict[str, bytes]) -> Stored:
+def _pack_schedule(schedule: _C.Schedule | None) -> dict[str, bytes] | None:
+    """The graph, where that is all there is to know of its schedule."""
+    if schedule is None:
+        return None
+    files = {_GRAPH: json.dumps(pack_graph(schedule.graph)).encode()}
+    return files if _unpack_schedule(files, schedule.target).to_json() == schedule.to_json() else None
+
+
+def _unpack_schedule(files: dict[str, bytes], target: _C.Target) -> _C.Schedule:
+    return _C.make_schedule(unpack_graph(json.loads(files[_GRAPH])), target)
+
+
+def _unpack(files: dict[str, bytes], target: _C.Target) -> Stored:
     stored = json.loads(files[_PLAN])
     fields: dict[str, Any] = {name: tuple(value) for name, value in stored["plan"].items()}
     fields["fresh"] = tuple(Fresh(**_typed(buffer)) for buffer in fields["fresh"])
     fields["outputs"] = tuple(Output(**_typed(output)) for output in fields["outputs"])
     fields["index_bounds"] = tuple(IndexBound(*bound) for bound in fields["index_bounds"])
-    return Stored(Plan(kernel=unpack(files), **fields), stored["graph"], tuple(stored["mutated"]))
+    if _GRAPH in files:
+        plan = Plan(kernel=None, schedule=_unpack_schedule(files, target), **fields)
+    else:
+        plan = Plan(kernel=unpack(files), **fields)
+    return Stored(plan, stored["graph"], tuple(stored["mutated"]))
 
 
 def _dtype_name(value: Any) -> str:
