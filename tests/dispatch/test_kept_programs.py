@@ -88,3 +88,16 @@ def test_graphs_come_back_from_json_as_they_were() -> None:
         packed = json.loads(json.dumps(pack_graph(graph)))
         assert unpack_graph(packed).to_json() == graph.to_json(), name
         assert pack_graph(unpack_graph(packed)) == pack_graph(graph), name
+
+
+def test_numbers_come_back_as_they_were() -> None:
+    numbers = {"float64": [float("nan"), float("-inf"), -0.0, 0.1, 5e-324], "int64": [2**62 + 1, -3], "bool": [True]}
+    for dtype, values in numbers.items():
+        for value in values:
+            graph = _C.TBGraph()
+            y = _C.Tensor(graph.add_buffer("y", "output", 0, 8), dtype, [], [])
+            program = _C.Program([])
+            program.emit("store", dtype, [program.emit("const", dtype, imm=value)], operand=0)
+            graph.add_node("pointwise", [("out0", y, False, True)], {}, program)
+            again = unpack_graph(json.loads(json.dumps(pack_graph(graph))))
+            assert repr(again.nodes[0].program.instrs[0].imm) == repr(value)

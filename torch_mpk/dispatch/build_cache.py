@@ -161,11 +161,17 @@ def _pack(stored: Stored) -> dict[str, bytes] | None:
 
 
 def _pack_schedule(schedule: _C.Schedule | None) -> dict[str, bytes] | None:
-    """The graph, where that is all there is to know of its schedule."""
+    """The graph, where the same schedule follows from it."""
     if schedule is None:
         return None
-    files = {_GRAPH: json.dumps(pack_graph(schedule.graph)).encode()}
-    return files if _unpack_schedule(files, schedule.target).to_json() == schedule.to_json() else None
+    files = {_GRAPH: _graph_text(schedule.graph)}
+    made = _unpack_schedule(files, schedule.target)
+    is_same = made.to_json() == schedule.to_json() and _graph_text(made.graph) == files[_GRAPH]
+    return files if is_same else None
+
+
+def _graph_text(graph: _C.TBGraph) -> bytes:
+    return json.dumps(pack_graph(graph)).encode()
 
 
 def _unpack_schedule(files: dict[str, bytes], target: _C.Target) -> _C.Schedule:
