@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 import torch_mpk
 from tests.ranks.team import run, start
+from torch_mpk.builds import timing
+from torch_mpk.dispatch import build_cache
 from torch_mpk.errors import RankLostError
 
 HIDDEN, ROWS = 64, 2
@@ -76,6 +78,27 @@ def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
         assert f"exchanges with rank {1 - rank} of group 0, to each 0.00195 MiB a call:" in each["explained"]
         assert f"all_reduce: {size} bytes in 2 phases, 1 to " in each["explained"]
         assert each["peers"] == [1 - rank] and [num_bytes for *_, num_bytes in each["exchanges"]] == [size, size]
+
+
+@torch.no_grad()
+def with_a_kept_build(rank: int, folder: str) -> dict[str, object]:
+    """Rank 0 alone keeps its program, so it finds that where rank 1, of another machine, builds its own again."""
+    os.environ["TORCH_MPK_CACHE_DIR"] = f"{folder}/cache{rank}"
+    build_cache.WORTH_SECONDS = float("inf") if rank else 0.0
+    found, stages = [], []
+    for _ in range(2):
+        torch.compiler.reset()
+        step = compiled(Layers(rank))
+        found.append(digest([step(inputs(i)) for i in range(3)]))
+        stages.append("lowering" in timing.recent[-1].stages)
+    return {"digests": found, "built": stages}
+
+
+@pytest.mark.slow
+def test_ranks_of_which_one_finds_its_build(tmp_path: Path) -> None:
+    first, second = run(2, with_a_kept_build, tmp_path, str(tmp_path))
+    assert first["built"] == [True, False] and second["built"] == [True, True]
+    assert {*first["digests"], *second["digests"]} == {first["digests"][0]}
 
 
 @torch.no_grad()
