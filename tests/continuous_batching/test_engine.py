@@ -122,12 +122,16 @@ def test_a_build_a_power_of_two_and_none_as_requests_come_go_and_grow(
 def test_a_warm_up_that_plans_all_sizes_first(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_mpk.batching.engine, "COMPILED", {"cpu"})
     ahead: list[bool] = []  # whether a segment was loaded while the sizes were planned
-    collecting: list[bool] = []
+    thresholds: list[tuple[int, int, int]] = []  # of the garbage collector, as a warm-up goes on
+    usual = gc.get_threshold()
     load, warm_up = cpu.load, torch_mpk.batching.engine.Runner._warm_up
     monkeypatch.setattr(cpu, "load", lambda *args: ahead.append(is_compiling_ahead()) or load(*args))
     monkeypatch.setattr(
-        torch_mpk.batching.engine.Runner, "_warm_up", lambda *args: collecting.append(gc.isenabled()) or warm_up(*args)
+        torch_mpk.batching.engine.Runner,
+        "_warm_up",
+        lambda *args: thresholds.append(gc.get_threshold()) or warm_up(*args),
     )
+    gc.set_threshold(700, 10, 10)
     model = serving_model()
     prompts = [prompt_of(length) for length in (5, 20)]
     with (
@@ -137,8 +141,10 @@ def test_a_warm_up_that_plans_all_sizes_first(asynchronous: bool, monkeypatch: p
         num_loaded = len(ahead)
         names = [manager.add_request(prompt, max_new_tokens=8) for prompt in prompts]
         got = results(manager, len(names))
-    assert collecting == [False, False]
-    assert gc.isenabled()
+    after = gc.get_threshold()
+    gc.set_threshold(*usual)
+    assert thresholds == [(50_000, 20, 100)] * 2
+    assert after == (700, 10, 10)
     assert not any(ahead)
     assert len(ahead) == num_loaded > 0  # none was left to a request
     assert [got[name].generated_tokens for name in names] == [alone(model, prompt, 8) for prompt in prompts]
