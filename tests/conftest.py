@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from torch_mpk import registry
+from torch_mpk.builds.garbage import SELDOM
 from torch_mpk.dispatch import build_cache
 from torch_mpk.patterns import declare_patterns
 
@@ -24,8 +25,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 torch.backends.cudnn.allow_tf32 = False  # eager's convolutions on a GPU are what ours are compared with
 os.environ.setdefault("TORCH_MPK_NUM_THREADS", "2")  # the CPU runtime's sleep, and tests are to see several
-# Traces and graphs are many objects and few of them garbage, for which the default looks a sixth of the time.
-gc.set_threshold(50_000, 20, 100)
+gc.set_threshold(*SELDOM)  # as builds do, since most of what tests do is to build
 build_cache.WORTH_SECONDS = float("inf")  # tests see builds, and not what one before them has left on the disk
 # What a shell runs in the background ignores interrupts, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,7 +7,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
-_SELDOM = (50_000, 20, 100)  # thresholds of the collector
+SELDOM = (50_000, 20, 100)  # thresholds of the collector
 
 _state = threading.Lock()  # of the next two; held for moments only
 _num_inside = 0
@@ -25,7 +25,7 @@ def few_collections() -> Iterator[None]:
         if _num_inside == 1:
             _thresholds = gc.get_threshold()
             if _thresholds[0]:  # else it is looked for when the program says so
-                gc.set_threshold(*map(max, _thresholds, _SELDOM))
+                gc.set_threshold(*map(max, _thresholds, SELDOM))
     try:
         yield
     finally:
