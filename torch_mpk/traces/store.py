@@ -7,6 +7,7 @@ process anyway, and ``Cache`` looks at who that is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import logging
@@ -84,7 +85,8 @@ def _pack(trace: Trace) -> bytes:
     from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable
 
     gm = fx.GraphModule(trace.gm, copy.deepcopy(trace.gm.graph))  # since PyTorch takes from it what cannot be saved
-    graph = GraphModuleSerializableCallable.serialize_compile_artifacts(GraphModuleSerializableCallable(gm))
+    with _nodes_in_slices():
+        graph = GraphModuleSerializableCallable.serialize_compile_artifacts(GraphModuleSerializableCallable(gm))
     modules = {
         node.name: [path for path, _ in node.meta["nn_module_stack"].values()]
         for node in trace.gm.graph.nodes
@@ -99,7 +101,8 @@ def _unpack(content: bytes) -> Trace:
 
     graph, modules, facts = pickle.loads(content)
     inputs, objects, values, sizes, same, module, state = facts
-    gm = GraphModuleSerializableCallable.deserialize_compile_artifacts(graph).graph_module
+    with _nodes_in_slices():
+        gm = GraphModuleSerializableCallable.deserialize_compile_artifacts(graph).graph_module
     for node in gm.graph.nodes:
         if node.name in modules:
             node.meta["nn_module_stack"] = {path: (path, None) for path in modules[node.name]}
@@ -107,6 +110,26 @@ def _unpack(content: bytes) -> Trace:
     trace = Trace(gm, inputs, objects, values, sizes, same, module)
     trace.state = state
     return trace
+
+
+@contextlib.contextmanager
+def _nodes_in_slices() -> Iterator[None]:
+    """Lets PyTorch's pickler find a graph's nodes in slices, as a symbolic size's are. Before 2.13 it does not look there,
+    and refuses the graph."""
+    from torch.utils import _pytree as pytree
+
+    # Another thread that traces would take a slice for a tree, too.
+    with torch._dynamo.convert_frame.compile_lock:
+        if hasattr(torch.fx._graph_pickler, "patch_pytree_map_over_slice") or slice in pytree.SUPPORTED_NODES:
+            yield
+            return
+        pytree._private_register_pytree_node(
+            slice, lambda each: ([each.start, each.stop, each.step], None), lambda parts, _: slice(*parts)
+        )
+        try:
+            yield
+        finally:
+            pytree._deregister_pytree_node(slice)
 
 
 def _set_examples(gm: fx.GraphModule, inputs: tuple[str, ...], sizes: Sizes) -> None:

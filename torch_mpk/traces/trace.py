@@ -209,6 +209,16 @@ class _Globals(dict[str, Any]):
         return vars(importlib.import_module(self._module))[name]
 
 
+def _own_names_of_modules(output: Any) -> dict[str, str]:
+    """Names that one compilation of Dynamo's has given to modules, and those by which every process finds them."""
+    found = {name: output.global_scope.get(name) for name in output.installed_globals}
+    return {
+        name: "__import_" + value.__name__.replace(".", "_dot_")
+        for name, value in found.items()
+        if isinstance(value, types.ModuleType)
+    }
+
+
 def _names() -> dict[str, Any]:
     """Names that places use beside ``L`` and ``G``."""
     from torch._dynamo import guards  # whose import takes a second
@@ -228,6 +238,13 @@ def _place(guard_or_source: Any) -> str:
     name = guard_or_source.name
     result: str = name() if callable(name) else name  # as in earlier versions of PyTorch
     return result
+
+
+def _presence(source: Any) -> str:
+    """An expression that says whether there is an attribute."""
+    if not hasattr(source, "member"):  # an attribute of a module, in a source that says so
+        source = source.base
+    return f"hasattr({_place(source.base)}, {source.member!r})"
 
 
 # ---- sizes ----
@@ -507,13 +524,18 @@ class Recorder:
         guarded = {_place(entry.orig_guard) for entry in entries}
         sizes = _sizes(gm, inputs, output, guarded)
         objects, values, found = {}, {}, dict[str, Any]()
+        modules = _own_names_of_modules(output)
         for entry in entries:
             place, kind = _place(entry.orig_guard), entry.guard_type
+            for name, lasting in modules.items():
+                place = place.replace(f"G[{name!r}]", f"G[{lasting!r}]")
             if not place and kind in _STATES:
                 continue
             if kind == "DUPLICATE_INPUT" and isinstance(entry.value, _NAMED):
                 continue  # another place says which it is, and this one may be a name of this compilation alone
-            if kind in _OF_VALUES:
+            if kind == "HASATTR" and not entry.has_value:
+                values[_presence(entry.orig_guard.originating_source)] = describe_value(False)
+            elif kind in _OF_VALUES:
                 values[place] = describe_value(entry.value)
             elif kind in _OF_OBJECTS or (kind == "ID_MATCH" and isinstance(entry.value, _NAMED)):
                 objects[place], found[place] = describe(entry.value), entry.value
