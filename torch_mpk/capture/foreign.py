@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_mpk.capture import quantized_inputs
@@ -111,9 +112,13 @@ class Foreign:
         return tree_map(apart, self._call(args, kwargs))
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.op == "call_method":
-            return getattr(args[0], self.called)(*args[1:], **kwargs)
-        return self.called(*args, **kwargs)
+        # The graph already has what a class's ``__torch_function__`` does, unless it wraps tensors. PyTorch before 2.13
+        # would do it once more.
+        is_wrapped = any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs))))
+        with contextlib.nullcontext() if is_wrapped else torch._C.DisableTorchFunctionSubclass():
+            if self.op == "call_method":
+                return getattr(args[0], self.called)(*args[1:], **kwargs)
+            return self.called(*args, **kwargs)
 
     def trace(self, args: Any, kwargs: Any) -> Any:
         """Notes the call in the graph that ``make_fx`` is tracing, and gives its example results."""
