@@ -71,14 +71,17 @@ def test_sizes_share_a_trace_and_so_do_other_engines_and_models() -> None:
         assert count() == 0  # from the disk
 
 
-@pytest.mark.slow
-def test_an_engine_finds_the_traces_of_another_process(empty_cache: Path) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_an_engine_finds_the_traces_of_another_process(device: str, empty_cache: Path) -> None:
+    """On a GPU, too, whose machine may have another PyTorch, and so other guards."""
     program = (
         "import torch, torch_mpk\n"
         "from tests.continuous_batching.test_traces import SIZED, traces\n"
         "from tests.continuous_batching.engine import batched, serving_model\n"
         "torch.manual_seed(7)\n"
-        "model = serving_model()\n"
+        f"model = serving_model(device={device!r})\n"
         "with traces() as count:\n"
         "    print(batched(model, [[5, 6, 7], [8, 9]], **SIZED), count())\n"
     )

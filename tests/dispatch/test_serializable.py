@@ -12,6 +12,12 @@ from torch_mpk.errors import MpkWarning
 OPTIONS = {"fallback": "error"}
 
 
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch):
+    """As PyTorch 2.11 asks for it."""
+    monkeypatch.setattr(torch._dynamo.config, "enable_aot_compile", True, raising=False)
+
+
 @pytest.fixture
 def built(monkeypatch):
     """The graphs that have been built."""

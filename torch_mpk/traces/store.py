@@ -114,8 +114,10 @@ def _unpack(content: bytes) -> Trace:
 
 @contextlib.contextmanager
 def _nodes_in_slices() -> Iterator[None]:
-    """Lets PyTorch's pickler find a graph's nodes in slices, as a symbolic size's are. Before 2.13 it does not look there,
-    and refuses the graph."""
+    """Lets PyTorch's pickler find a graph's nodes in slices, as those of symbolic sizes are.
+
+    Before 2.13 it does not look there, and refuses the graph.
+    """
     from torch.utils import _pytree as pytree
 
     # Another thread that traces would take a slice for a tree, too.
