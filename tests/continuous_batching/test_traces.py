@@ -81,7 +81,7 @@ def test_an_engine_finds_the_traces_of_another_process(device: str, empty_cache:
         "from tests.continuous_batching.test_traces import SIZED, traces\n"
         "from tests.continuous_batching.engine import batched, serving_model\n"
         "torch.manual_seed(7)\n"
-        f"model = serving_model(device={device!r})\n"
+        f"model = serving_model(device={device!r}, dtype=torch.{'bfloat16' if device == 'cuda' else 'float32'})\n"
         "with traces() as count:\n"
         "    print(batched(model, [[5, 6, 7], [8, 9]], **SIZED), count())\n"
     )
