@@ -25,7 +25,7 @@ from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead
 
 logger = logging.getLogger(__name__)
 
-_TURN = 0.0005  # seconds
+_TURN = 0.0001  # seconds; at a fifth of it builds take a twelfth longer
 NOW = 0.0  # the rank of what a request asks for
 _BEGUN = -1.0
 
