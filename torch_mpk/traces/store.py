@@ -66,7 +66,8 @@ def store(kind: Hashable, trace: Trace) -> None:
     except CacheError as error:
         logger.info("a trace is not kept on disk: %s", error)
     except Exception as error:  # PyTorch's, whose graphs may hold what cannot be pickled
-        logger.info("a trace is not kept on disk: %s: %s", type(error).__name__, error)
+        what = type(error).__name__, error
+        logger.warning("a trace is not kept on disk, so each process makes it anew: %s: %s", *what)
 
 
 def _cache() -> Cache:
