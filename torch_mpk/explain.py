@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode, tracing
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_mpk import _C, registry
 from torch_mpk.backend.calls import compile_call
@@ -361,6 +360,8 @@ def kernels_of(jobs: Sequence[_C.Job]) -> dict[str, KernelUse]:
 
 def _flops(gm: fx.GraphModule) -> int:
     """Floating-point operations of the graph's matrix products, on its example values."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports triton, where there is one
+
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     fake_mode = detect_fake_mode(values)
     uncounted = {aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from torch_mpk.capture.aliasing import is_scalar, is_view, tensors, value
 from torch_mpk.capture.foreign import Foreign
@@ -175,19 +174,21 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_operations, self.flops = 0, 0
+        from torch.utils.flop_counter import flop_registry  # which imports triton, where there is one
+
+        self.num_operations, self.flops, self._flops_of = 0, 0, flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":  # asks for a device
             return func(*args, **kwargs or {})
-        if func._overloadpacket not in flop_registry:
+        if func._overloadpacket not in self._flops_of:
             with self:  # inference mode decomposes nothing before it comes here
                 result = func.decompose(*args, **kwargs or {})
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs or {})
         self.num_operations += not (func.is_view or func in (aten.detach.default, aten.alias.default))
-        count = flop_registry.get(func._overloadpacket)
+        count = self._flops_of.get(func._overloadpacket)
         if count is not None:
             self.flops += int(count(*args, **kwargs or {}, out_val=result))
         return result
