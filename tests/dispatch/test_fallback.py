@@ -289,7 +289,8 @@ def test_pytorchs_reasons_are_given_in_a_line():
         return cache @ x
 
     args = torch.eye(3), torch.tensor(2), torch.ones(3)
-    with torch.inference_mode(), pytest.warns(MpkWarning, match="GuardOnDataDependentSymNode") as record:
+    why = "GuardOnDataDependentSymNode|known only at run time"  # from PyTorch 2.15 on the latter, which is ours
+    with torch.inference_mode(), pytest.warns(MpkWarning, match=why) as record:
         assert compiled(function)(*args).tolist() == [1 + 1, 1 + 1, 1]
     assert len(str(record[0].message).splitlines()) == 1
 
