@@ -20,7 +20,7 @@ from tests.builds.test_background import has_ended, written
 from tests.continuous_batching.engine import alone, asynchronous_on_the_cpu, managed, prompt_of, results, serving_model
 from tests.runtime.test_segment import build as build_segment
 from tests.runtime.test_segment import step
-from torch_mpk.batching import compiled_step
+from torch_mpk.batching import compiled_step, step_builder
 from torch_mpk.batching.step_builder import StepBuilder
 from torch_mpk.builds import background, timing
 from torch_mpk.jit.compiler import run
@@ -50,6 +50,17 @@ def test_a_step_is_traced_while_the_one_before_is_compiled(monkeypatch: pytest.M
     assert builder.is_built(0) and builder.is_built(1) and builder.num_waiting == 0
     for call in calls:
         torch.testing.assert_close(call(*inputs)[0], inputs[0] @ inputs[1].T)
+
+
+def test_an_engine_s_first_eager_steps_have_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_builder, "SHORT_TURNS", 0.1)
+    builder, turns, usual = StepBuilder(), list[float](), sys.getswitchinterval()
+    for seconds in (0.0, 0.2, 0.0):
+        with builder.eager_step():
+            turns.append(sys.getswitchinterval())
+            time.sleep(seconds)
+    first, second, third = turns
+    assert first == second < third < usual == sys.getswitchinterval()
 
 
 def test_what_a_request_asks_for_comes_before_what_a_warm_up_does() -> None:

@@ -125,7 +125,8 @@ class Step:
             self.is_own, self.is_by_trace = True, False
             token = _is_own.set(True)
             try:
-                self._own(*(without_marks(value) for value in args))
+                with self._builder.eager_step():
+                    self._own(*(without_marks(value) for value in args))
             finally:
                 _is_own.reset(token)
 

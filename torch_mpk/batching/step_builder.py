@@ -21,11 +21,17 @@ from typing import NamedTuple
 from torch_mpk.builds import background
 from torch_mpk.builds.background import Job
 from torch_mpk.builds.garbage import few_collections
+from torch_mpk.builds.turns import turns_of
 from torch_mpk.runtime.segment import CompiledSegment, compiling_ahead
 
 logger = logging.getLogger(__name__)
 
-_TURN = 0.0001  # seconds; at a fifth of it builds take a twelfth longer
+SHORT_TURNS = 5.0  # seconds of an engine's eager steps, which is for its first answers
+
+# Seconds of a turn of Python's, usually 5 ms. An eager step waits for one at each of its operations.
+_TURN = 0.0005  # while a step is built
+_SHORT_TURN = 0.0001  # for an engine's first eager steps; with all of them builds take a third longer
+
 NOW = 0.0  # the rank of what a request asks for
 _BEGUN = -1.0
 
@@ -36,18 +42,6 @@ class _Order(NamedTuple):
     key: Hashable
     name: str
     build: Callable[[], None]
-
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Has Python's threads take turns more often than each 5 ms, for which an eager step would wait at each of its
-    operations. The process's setting; one thread builds."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, _TURN))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
 
 
 class StepBuilder:
@@ -63,6 +57,7 @@ class StepBuilder:
         self._is_building = False
         self._numbers = itertools.count()
         self._begin = 0.0
+        self._eager_seconds = 0.0
         self._process = os.getpid()
 
     def ask(self, key: Hashable, name: str, build: Callable[[], None], rank: float = NOW) -> None:
@@ -95,6 +90,14 @@ class StepBuilder:
         """How many are not built yet."""
         return len(self._ranks)
 
+    @contextlib.contextmanager
+    def eager_step(self) -> Iterator[None]:
+        """Runs one beside the builds. An engine's first ones have more of the time."""
+        begin = time.perf_counter()
+        with turns_of(_SHORT_TURN if self._eager_seconds < SHORT_TURNS else _TURN):
+            yield
+        self._eager_seconds += time.perf_counter() - begin
+
     def close(self) -> None:
         """Forgets what waits, and waits for the step that is being made, but not for compilers."""
         if self._process != os.getpid():  # where nobody builds
@@ -123,7 +126,7 @@ class StepBuilder:
 
     def _build(self, order: _Order) -> None:
         try:
-            with _short_turns(), few_collections(), compiling_ahead(waits=False) as segments:
+            with turns_of(_TURN), few_collections(), compiling_ahead(waits=False) as segments:
                 order.build()
         except Exception as error:
             self._finish(order, error)
