@@ -13,10 +13,11 @@ OPTIONS = {"fallback": "error"}
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch):
-    """As PyTorch up to 2.14 asks for it."""
-    if hasattr(torch._dynamo.config, "enable_aot_compile"):
-        monkeypatch.setattr(torch._dynamo.config, "enable_aot_compile", True)
+def allowed():
+    """As PyTorch up to 2.14 asks for it. Its settings hide one that ``monkeypatch`` has put back."""
+    name = "enable_aot_compile"
+    with torch._dynamo.config.patch({name: True} if hasattr(torch._dynamo.config, name) else {}):
+        yield
 
 
 @pytest.fixture
