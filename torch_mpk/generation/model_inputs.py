@@ -14,6 +14,7 @@ import torch
 from torch_mpk.generation.settings import expect
 
 TIMED = ("input_ids", "position_ids")  # whose last dimension is of positions
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # the first from transformers 5.24 on, the others before
 
 
 class ModelInputs:
@@ -29,7 +30,7 @@ class ModelInputs:
     ) -> None:
         self._model, self._ids, self._cache = model, input_ids, cache
         parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache_name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[-1])
         self.mask: torch.Tensor | None = None
         if attention_mask is not None:
             expected = f"no zeros, since {type(model).__name__} takes no mask"
