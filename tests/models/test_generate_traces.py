@@ -1,5 +1,8 @@
 """Steps of ``torch_mpk.generate`` are not traced anew for another model object, nor in another process."""
 
+import enum
+import functools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -30,8 +33,28 @@ def num_traces(model, **arguments):
     return count
 
 
-def test_a_trace_serves_other_models_and_later_processes():
+class Action(str, enum.Enum):
+    NONE, RAISE = "none", "raise"
+
+
+def renaming_a_keyword(forward):
+    """As transformers decorates it from 5.24 on, with a member of an enumeration."""
+
+    @functools.wraps(forward)
+    def wrapped(*args, **kwargs):
+        action = Action.RAISE if "past_key_values" in kwargs and "cache" in kwargs else Action.NONE
+        if action == Action.RAISE:
+            raise ValueError("both")
+        return forward(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("is_decorated", [False, True])
+def test_a_trace_serves_other_models_and_later_processes(monkeypatch, is_decorated):
     model = made()
+    if is_decorated:
+        monkeypatch.setattr(type(model), "forward", renaming_a_keyword(type(model).forward))
     assert num_traces(model) == 1
     assert num_traces(made()) == 0
     torch.compiler.reset()

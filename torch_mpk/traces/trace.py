@@ -104,6 +104,8 @@ def describe(value: Any) -> Any:
 
 def describe_value(value: Any) -> Any:
     """All of a constant's value. Raises UntoldError where it is none."""
+    if isinstance(value, (enum.Enum, range)):
+        return _name(type(value)), repr(value)
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, types.CodeType):
@@ -111,8 +113,6 @@ def describe_value(value: Any) -> Any:
     if type(value) in (list, tuple, torch.Size, set, frozenset):
         parts = tuple(map(describe_value, value))
         return type(value).__name__, tuple(sorted(parts)) if isinstance(value, (set, frozenset)) else parts
-    if isinstance(value, (enum.Enum, range)):
-        return _name(type(value)), repr(value)
     raise UntoldError(f"a constant of class {_name(type(value))}")
 
 
@@ -535,7 +535,7 @@ class Recorder:
                 continue  # another place says which it is, and this one may be a name of this compilation alone
             if kind == "HASATTR" and not entry.has_value:
                 values[_presence(entry.orig_guard.originating_source)] = describe_value(False)
-            elif kind in _OF_VALUES:
+            elif kind in _OF_VALUES or (kind == "ID_MATCH" and isinstance(entry.value, enum.Enum)):
                 values[place] = describe_value(entry.value)
             elif kind in _OF_OBJECTS or (kind == "ID_MATCH" and isinstance(entry.value, _NAMED)):
                 objects[place], found[place] = describe(entry.value), entry.value
