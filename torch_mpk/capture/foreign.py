@@ -21,7 +21,7 @@ from torch_mpk.errors import UnsupportedError
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _MEMBER = re.compile(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']+)'\]")  # as Dynamo names them
-_ROOT = re.compile(r"^L\['(?:self|fn)'\]\.")
+_ROOT = re.compile(r"^L\[(?:'self'|'fn'|'args'\]\[0)\]\.")
 # Classes of parameters that change operations, but not their ``data``, which is a strided tensor.
 _PLAIN_DATA = {"bitsandbytes.nn.modules.Params4bit"}
 _IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand)

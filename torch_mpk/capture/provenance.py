@@ -8,7 +8,8 @@ from torch import fx
 
 from torch_mpk.capture.graph import source_line
 
-_ROOT = re.compile(r"^L\.(self|fn)\b\.?|^L\.")  # the model, called as itself or through torch.compile's wrapper
+# The model, called as itself or through a wrapper: torch.compile's, or a decorator's around ``forward``.
+_ROOT = re.compile(r"^L\.((self|fn|args\.0)\.)?")
 _HOLDERS = re.compile(r"\._(modules|parameters|buffers)(?=\[)")
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 
@@ -18,7 +19,7 @@ def module_path(node: fx.Node) -> str | None:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return None
-    return plain_path(stack[-1][0]) or None
+    return plain_path(stack[-1][0] + ".").rstrip(".") or None
 
 
 def plain_path(source: str) -> str:
