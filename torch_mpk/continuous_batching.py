@@ -32,11 +32,12 @@ if not _found or [int(part) for part in _found.split(".")[:2]] < [int(part) for 
 
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import PagedAttentionCache, initialization
+from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.utils import find_head_dim
 
 from torch_mpk.batching import engine
+from torch_mpk.batching.cache import Cache
 from torch_mpk.batching.compiled_step import is_own
 from torch_mpk.batching.engine import StepCompileConfig
 from torch_mpk.tasks.attention import Scores, attend
@@ -79,7 +80,7 @@ def attention(
     attention_mask: None = None,
     *,
     scaling: float | None = None,
-    cache: PagedAttentionCache | None = None,
+    cache: Cache | None = None,
     block_table: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -143,7 +144,7 @@ def _pages(allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return pages[:, first], pages[:, first + 1]
 
 
-def _cache_rows(cache: PagedAttentionCache, allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cache_rows(cache: Cache, allocator: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's keys and its values, [rows, heads, size], as the engine's indices count them: from the layer's first
     page on, other layers' between them. As many of each layer of an allocator.
 
@@ -163,7 +164,7 @@ def _attend_eagerly(
     key: torch.Tensor,
     value: torch.Tensor,
     scores: Scores,
-    cache: PagedAttentionCache,
+    cache: Cache,
     *,
     cu_seq_lens_q: torch.Tensor,
     max_length_q: int,
@@ -171,7 +172,7 @@ def _attend_eagerly(
     **lengths: Any,
 ) -> torch.Tensor:
     """Of requests with any number of new tokens each, one behind the other. ``lengths`` is what the cache takes."""
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
+    key, value = cache.write(key, value, module.layer_idx, lengths)
     cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
     is_pytorchs = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and scores.are_plain
     attend_to_all = varlen_attention() if is_pytorchs else None

@@ -33,6 +33,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import stream_context
 
 from torch_mpk.batching import request_draws
+from torch_mpk.batching.cache import Cache
 from torch_mpk.batching.compiled_step import Step, without_marks
 from torch_mpk.batching.request_draws import RequestDraws
 from torch_mpk.batching.step_builder import StepBuilder
@@ -372,6 +373,7 @@ class Processor(continuous_api.ContinuousBatchProcessor):
     def of(cls, processor: continuous_api.ContinuousBatchProcessor, model: torch.nn.Module) -> Processor:
         """The same, which nobody has used yet."""
         processor.__class__ = cls
+        processor.cache.__class__ = Cache
         prepare_faster(processor.inputs_and_outputs)
         processor.model_runner = Runner.of(processor.model_runner, model)
         processor.most_tokens = infer_max_single_request_tokens(processor.cache)
