@@ -17,7 +17,7 @@ class Cache(PagedAttentionCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Does nothing yet. Keys and values are [1, heads, tokens, size]. The attention is passed the cache with the
         lengths, if the model passes those on: without, it says what is missing."""
-        if kwargs is not None and "cu_seq_lens_k" in kwargs:
+        if kwargs is not None and "max_length_k" in kwargs:
             kwargs["cache"] = self
         return key_states, value_states
 
